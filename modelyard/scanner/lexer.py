@@ -25,7 +25,7 @@ from collections.abc import Callable, Collection, Generator, Iterable, Mapping, 
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, TypeVar
 
-from modelyard.core.output_format import OutputFormat, StartReader
+from modelyard.core.output_format import Dumps, NamedCalls, OutputFormat, StartReader
 from modelyard.scanner.automaton import Automaton
 
 if TYPE_CHECKING:
@@ -517,7 +517,8 @@ class MarkerTable:
         self.spellings = MarkerSpellings(as_text, as_token)
         inside = [m for m in form.inner_markers if m not in specials]
         self.quotable = frozenset(self.codes[m] for m in known).difference(form.bare_markers, self.turn_ends)
-        self._can_be_cut = Automaton((*as_text, *inside))
+        self._can_be_cut = Automaton([self.codes[m] for m in (*never_shown, *inside) if len(self.codes[m]) > 1])
+        self.write = form.writer.write if form.writer else _write_objects
         newline = frozenset("\n" if form.trims_newlines else "")
         self._first_chars = frozenset(s[0] for s in spelled) | self.spellings.first | newline
         self.any_first_char = any_char(self._first_chars)
@@ -582,6 +583,11 @@ class MarkerTable:
 
 
 # --- tags of a call outside of calls ----------------------------------------------------------------------------------
+
+
+def _write_objects(calls: NamedCalls, dumps: Dumps) -> str:
+    """For formats without calls of their own: as most families write them."""
+    return "".join(dumps({"name": name, "arguments": arguments}) for name, arguments in calls)
 
 
 def stray_tags(form: OutputFormat, specials: frozenset[str]) -> dict[str, StartReader]:

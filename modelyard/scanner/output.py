@@ -24,6 +24,7 @@ import msgspec
 from msgspec.structs import replace
 
 from modelyard.core.events import BlockDelta, BlockEnd, BlockKind, BlockStart, Event, TokenLogprob
+from modelyard.core.output_format import Dumps, NamedCalls
 from modelyard.core.request import Tool
 from modelyard.core.tokenizer import IdLogprob
 from modelyard.scanner.automaton import automaton
@@ -426,9 +427,13 @@ class VisibleOutput:
 
 # --- tool calls -------------------------------------------------------------------------------------------------------
 
-_CALL_BEGUN = re.compile(r"[\w.:=/\"'`{\[(,-]*")  # a name, perhaps inside of JSON or a code block
+_CALL_BEGUN = re.compile(r"[\w.:=/\"'`<{\[(,-]*")  # a name, perhaps inside of JSON or a code block
 _JSON_BEGUN = re.compile(r"[{\[(]")
 _AROUND_BRACKETS = re.compile(r"(?<=[:,{\[`])\s+|\s+(?=[{\[\"`])")
+_WHITE_SPACE = re.compile(r"\s+")
+_WORD = re.compile(r"[\w-]+")
+_HEAD_LIMIT = 512  # characters of a call before its arguments
+_CANDIDATES = 16  # names that a cut one may be
 _EVIDENCE_LIMIT = 64  # the arguments of a call begin within this many characters
 
 
@@ -436,7 +441,7 @@ class CallBuilder:
     """Builds one call after another: `start`, then `append` for each part of the arguments, then `finish`."""
 
     _name: str | None = None
-    _is_sent = False
+    is_sent = False
     _unknown: UnknownTool | None = None
     _after_unknown = ""
     _parallel = True
@@ -455,6 +460,7 @@ class CallBuilder:
         blocks: BlockWriter,
         visible: VisibleOutput,
         remove_tags: Callable[[str], str],
+        write: Callable[[NamedCalls, Dumps], str],
         *,
         tools: Sequence[Tool] | None,
         new_id: Callable[[], str],
@@ -462,7 +468,7 @@ class CallBuilder:
     ) -> None:
         self._buffer, self._blocks, self._visible = buffer, blocks, visible
         self._tools = tools_by_name(tools) if tools else None if tools is None else {}
-        self._remove_tags, self._new_id, self._stream = remove_tags, new_id, stream
+        self._remove_tags, self._write, self._new_id, self._stream = remove_tags, write, new_id, stream
         self._held: list[str] = []
         self.warnings: list[str] = []
         self.drafts: list[tuple[str, Tool | None, str]] = []  # name, tool and arguments of calls inside reasoning
@@ -564,7 +570,7 @@ class CallBuilder:
     def start(self, name: str) -> None:
         if not name or (self._tools is None and self._remove_tags(name) != name):
             raise ParseError("a call without a name")
-        self._name, self._is_sent = name, False
+        self._name, self.is_sent = name, False
         self._held.clear()
         if self._tools is not None:
             self.tool = self._tools.get(name) or self._tools.get(_plain_name(name))
@@ -585,7 +591,7 @@ class CallBuilder:
         return fitting[0].name if len(fitting) == 1 and isinstance(given, dict) else None
 
     def append(self, text: str) -> None:
-        if self._is_sent:
+        if self.is_sent:
             self._blocks.add(text)
             self._buffer.commit()
             return
@@ -602,7 +608,7 @@ class CallBuilder:
         self._blocks.start_call(self._new_id(), self._name or "", namespace, self.is_custom)
         self._blocks.add("".join(self._held))
         self._held.clear()
-        self._is_sent = True
+        self.is_sent = True
         self._buffer.commit()
 
     def finish(self, arguments: str = "", *, is_repeated: bool = False) -> None:
@@ -616,11 +622,11 @@ class CallBuilder:
         elif not self.is_done:
             if self.is_custom:
                 self._held = [custom_input("".join(self._held))]
-            if not self._is_sent:
+            if not self.is_sent:
                 if is_repeated:
                     self._held = [_without_repetition("".join(self._held))]
                 self._send()
-            if self._is_sent:
+            if self.is_sent:
                 self._blocks.close()
                 self.count += 1
         self._reset()
@@ -664,14 +670,19 @@ class CallBuilder:
         if self.is_open:
             self._reset()
 
-    def is_cut(self, text: str) -> bool:
-        """Whether the output ended inside of a call, whose raw `text` so far is not prose: its arguments or its name
-        have begun."""
-        if self.is_open and self.is_offered and (self._held or self._is_sent):
+    def is_cut(self, text: str, *, is_bare: bool) -> bool:
+        """Whether the output ended inside of a call and this is its raw `text` so far, not prose: its name is known,
+        or the family writes so. Behind a bare marker the name must have begun, unless calls came before in the list."""
+        if self.is_open and self.is_offered and (self._held or self.is_sent):
+            return not (is_bare and (self.is_drafting or self._tools is None))
+        if self.writes(text, is_bare and not self.count):
             return True
         word = _AROUND_BRACKETS.sub("", self._remove_tags(text)).strip()
         if self.is_open and self.is_offered:
-            return _CALL_BEGUN.fullmatch(word.replace("\n", "")) is not None
+            is_word = _CALL_BEGUN.fullmatch(word.replace("\n", "")) is not None
+            return is_word and not (is_bare and (self.is_drafting or self._tools is None))
+        if is_bare:
+            return False
         if _JSON_BEGUN.search(word):  # up to its name
             return _CALL_BEGUN.fullmatch(word) is not None and word.count('"') < 4
         if self._tools is None:  # any word can be a name; after a call it is one
@@ -679,24 +690,49 @@ class CallBuilder:
         name = word.removeprefix("functions.")
         return any(known.startswith(name) for known in ("functions.", *self._tools))
 
+    def writes(self, text: str, with_name: bool = False) -> bool:
+        """Whether the family writes this in calls of the offered tools. Without a list of tools any word may be a name,
+        but a word alone only after a call. `with_name`: as far as the name, at least."""
+        text = _WHITE_SPACE.sub("", text)
+        words = _WORD.findall(text)
+        if not 1 < len(text) < _HEAD_LIMIT or (self._tools is None and not self.count and words == [text]):
+            return False  # a single character may be anything
+        for name in _begun(self._tools, words) if self._tools is not None else (*words, "a"):
+            tool = self._tools.get(name) if self._tools is not None else None
+            keys = _begun(tool.parameters.get("properties") or (), words) if tool else ()
+            examples = [(name, {key: value}) for key in keys for value in ("", 0)]
+            each = ([(name, {}), (name, {}), *examples], *([one] for one in examples))
+            written = _WHITE_SPACE.sub("", "\0".join(self._write(calls, json.dumps) for calls in each))
+            at = written.find(text)
+            if at >= 0 and not (with_name and at + len(text) <= written.find(name, at)):
+                return True
+        return False
+
     def abort(self, is_cut: bool) -> bool:
         """The open call cannot be completed. True: part of it was sent and has ended as an incomplete call. `is_cut`:
         the output ended inside of it."""
-        is_begun = is_cut or (self._buffer.ended and (self._buffer.truncated or bool(self._held)))
-        if is_begun and self.is_open and self.is_offered and not (self.is_done or self._is_sent or self.is_drafting):
+        is_begun = self._buffer.truncated or (bool(self._held) and self._tools is not None)
+        is_begun = is_cut or (self._buffer.ended and is_begun)
+        if is_begun and self.is_open and self.is_offered and not (self.is_done or self.is_sent or self.is_drafting):
             if self.is_custom:
                 self._held = [cut_input("".join(self._held))]
             self._send()
-        was_sent = self._is_sent
+        was_sent = self.is_sent
         if was_sent:
             self._blocks.close(complete=False)
         self._reset()
         return was_sent
 
     def _reset(self) -> None:
-        self._name, self.tool, self._is_sent = None, None, False
+        self._name, self.tool, self.is_sent = None, None, False
         self._held = []
         self._buffer.commit()
+
+
+def _begun(names: Iterable[str], words: Sequence[str]) -> list[str]:
+    """The first of these names, and those that one of the words begins."""
+    known = list(names)
+    return [name for at, name in enumerate(known) if not at or name.startswith(tuple(words))][:_CANDIDATES]
 
 
 def _plain_name(name: str) -> str:

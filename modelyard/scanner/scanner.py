@@ -65,6 +65,7 @@ class Scanner:
             self._blocks,
             self._visible,
             table.remove_tags,
+            table.write,
             tools=tools,
             new_id=new_id,
             stream=tool_stream,
@@ -220,7 +221,7 @@ class Scanner:
         buffer = self._buffer
         found = self._table.find(buffer)
         if found is None:
-            end = len(buffer.text) if buffer.ended else self._table.partial_start(buffer)
+            end = self._end_of_text() if buffer.ended else self._table.partial_start(buffer)
             if end > buffer.pos:
                 self._show_to(end)
             return False
@@ -237,6 +238,17 @@ class Scanner:
             self._skip_logprobs()
             self._act(found.group(), from_model)
         return True
+
+    def _end_of_text(self) -> int:
+        """Where the output ends, without the beginning of a marker that a limit cut off, or that is of another call."""
+        buffer = self._buffer
+        if not (buffer.truncated or self.has_complete_call):
+            return len(buffer.text)
+        for start in (buffer.pos, self._table.partial_start(buffer)) if self.has_complete_call else ():
+            rest = buffer.text[start:].lstrip()
+            if not rest[:1].isalnum() and self._calls.writes(buffer.spelled(rest)):
+                return start  # the end of this call, or the beginning of another
+        return buffer.pos + len(self._table.without_cut_marker(buffer.text[buffer.pos :]))
 
     def _show_to(self, end: int) -> None:
         buffer, visible = self._buffer, self._visible
@@ -353,10 +365,10 @@ class Scanner:
         """
         buffer, start = self._buffer, self._reader_start
         text, is_call = "".join(buffer.uncommitted or ()), self._calls.is_open and self._calls.is_offered
-        rest = buffer.text[buffer.pos :]
-        is_cut = buffer.ended and not self._table.without_cut_marker(rest, 0).strip()
-        is_cut = is_cut and start is not None and not start.bare and self._calls.is_cut(text)
+        is_cut, was_begun = start is not None and self._is_cut(text, start.bare), self._calls.is_sent
         was_sent = self._calls.abort(is_cut)
+        if was_sent and not was_begun:
+            text = ""  # it is in the call
         if is_cut:  # what is left of the call is not text
             buffer.move_to(len(buffer.text))
             if not was_sent:
@@ -376,6 +388,17 @@ class Scanner:
             self._calls.expect_evidence(error, buffer.text[buffer.pos :])
         if was_sent or error.read_rest:
             self._reader = self._read_broken(error, was_sent)
+
+    def _is_cut(self, text: str, is_bare: bool) -> bool:
+        """Whether the output ends inside of a call, or in a marker there. A reader fails earlier at anything else."""
+        buffer = self._buffer
+        if not buffer.ended:
+            return False
+        rest = buffer.text[buffer.pos :]
+        left = (self._table.without_cut_marker(one, 0).strip() for one in (rest, self._table.remove_tags(rest)))
+        if all(left):
+            return not is_bare and self._calls.writes(buffer.spelled(text + rest))
+        return self._calls.is_cut(buffer.spelled(text), is_bare=is_bare)
 
     def _show_uncommitted(self, text: str) -> None:
         if self._calls.is_broken:

@@ -9,6 +9,7 @@ import json
 import random
 import re
 from collections.abc import Iterable
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -337,30 +338,41 @@ def test_a_marker_between_quotes_is_text(format: str) -> None:
                 assert [block.text for block in blocks] == [text], marker
 
 
-# The first word of a call may be another than its name: an id, a kind, a comma, a role, the rest of a tag.
-_OTHER_FIRST_WORDS = {
-    *("harmony", "solar_open", "step3", "deepseek_v32", "deepseek_v4", "dots", "minimax_m2", "minimax_m3"),
-    *("functiongemma", "kimi_k2", "deepseek_r1", "deepseek_v3", "lfm2", "minicpm5", "mistral"),
-}
-
-
+@pytest.mark.parametrize("as_tokens", [False, True], ids=["spelled", "tokens"])
 @pytest.mark.parametrize("format", WRITERS)
-def test_what_is_left_of_a_call_is_not_text_wherever_the_model_ends(format: str) -> None:
-    """After a complete call, streamed or not. Only the arguments that it has begun are sent, as an incomplete call."""
+def test_what_is_left_of_a_call_is_not_text_wherever_it_ends(format: str, as_tokens: bool) -> None:
+    """The first or the second call, at every truncation point, whether a limit or the model ends it, streamed or not:
+    no word of it is text, and only complete calls are sent as such. Two beginnings are text: half of the first marker,
+    if the model ended there, and what comes before the name behind a bare marker, which is text by definition."""
     form = load(format)
+    tokens = marker_tokens(form) if as_tokens else []
     search = Tool("search", parameters={**_SEARCH.parameters, "required": ["query", "limit"]})
     written: Written = [(_NOW, {}), (search, {"query": "Paris", "limit": 3})]
-    raw, alone = WRITERS[format]("", "", written), WRITERS[format]("", "", written[:1])
-    start = next(at for at, (one, other) in enumerate(zip(raw, alone + "\0", strict=False)) if one != other)
-    if any(not m.startswith("<") for m in form.bare_markers):
-        return  # without a marker the words of a call are text until it is one
-    for cut in range(start, len(raw)):
-        for stream in (True, False):
-            blocks = scan([raw[:cut]], format, tools=[search, _NOW], tool_stream=stream)
-            if format not in _OTHER_FIRST_WORDS:  # a single character may be anything
-                assert len(text_of(blocks).strip()) <= 1, raw[start:cut]
-            found = [(name, json.loads(arguments)) for name, arguments in calls_of(blocks)]
-            assert found == [(tool.name, given) for tool, given in written[: len(found)]], raw[start:cut]
+    for calls in (written, written[1:]):
+        raw, alone = WRITERS[format]("", "", calls), WRITERS[format]("", "", calls[:-1]) if calls[1:] else ""
+        start = next(at for at, (one, other) in enumerate(zip(raw, alone + "\0", strict=False)) if one != other)
+        ends = list(accumulate(len(p.text) for p in pieces(raw, tokens)))
+        inside = {
+            at
+            for p, end in zip(pieces(raw, tokens), ends, strict=True)
+            if p.special
+            for at in range(end - len(p.text) + 1, end)
+        }
+        for cut in range(start + 1, len(raw)):
+            shown = raw[:cut]
+            for truncated in (False, True) if cut not in inside else ():
+                found = []
+                for stream in (True, False):
+                    options: dict[str, Any] = {"truncated": truncated, "tool_stream": stream, "specials": tokens}
+                    blocks = scan(pieces(shown, tokens), format, tools=[search, _NOW], **options)
+                    found.append(([(n, json.loads(a)) for n, a in calls_of(blocks)], text_of(blocks).strip()))
+                complete, text = found[0]
+                assert found[1] == found[0], shown[start:]
+                assert complete == [(tool.name, one) for tool, one in calls[: len(complete)]], shown[start:]
+                is_first = not calls[1:]
+                begins_marker = is_first and not truncated and any(m.startswith(text) for m in form.markers)
+                before_name = is_first and bool(form.bare_markers) and len(shown) <= raw.index("search")
+                assert len(text) <= 1 or begins_marker or before_name, shown[start:]  # one character may be anything
 
 
 # --- calls inside reasoning -------------------------------------------------------------------------------------------

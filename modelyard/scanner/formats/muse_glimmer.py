@@ -78,6 +78,8 @@ def _read_tool_message(buffer: TextBuffer, calls: CallBuilder, recipient: str) -
     while True:
         words: list[str] = []
         end = yield from buffer.read_verbatim(ends, words.append)
+        if not end and any(marker.startswith("".join(words).strip()) for marker in readers):
+            return  # the output ends inside of the tag
         if "".join(words).strip():
             calls.show_message("text", "".join(words))
             buffer.commit()

@@ -40,9 +40,12 @@ def _read_role(buffer: TextBuffer, _: CallBuilder) -> Incremental[str | None]:
 
 
 def _read_call(buffer: TextBuffer, calls: CallBuilder) -> Incremental[str | None]:
-    name = yield from buffer.read_until(_WORD_END)
+    name = yield from buffer.read_until(_WORD_END, may_end=True)
     if (yield from buffer.skip_if(_NAME)):
+        buffer.commit()
         name = yield from buffer.read_until(_WORD_END)
+    elif (yield from buffer.peek()) == "" and name.isalnum():
+        return None  # the output ends inside of the id
     calls.start(function_name(name))
     yield from buffer.skip_if(_ARGUMENTS)
     yield from buffer.skip_space()
