@@ -49,6 +49,8 @@ def _key(prepared: PreparedRequest) -> DedupKey:
 
 
 class RequestDeduplicator:
+    """Of requests that are shareable (`PreparedRequest.is_shareable`)."""
+
     def __init__(self) -> None:
         self._open: dict[DedupKey, SharedStream] = {}
         self._joined: dict[str, SharedReader] = {}  # by trace, until they are closed; the pool does not know them
@@ -58,9 +60,7 @@ class RequestDeduplicator:
 
     def find(self, prepared: PreparedRequest) -> SharedReader | None:
         """A reader of the stream that an identical request runs, if there is one."""
-        if not self._open or not prepared.is_shareable():
-            return None
-        shared = self._open.get(_key(prepared))
+        shared = self._open.get(_key(prepared)) if self._open else None
         if shared is None or not is_same_request(prepared, shared.source.prepared):
             return None
         trace = prepared.caller.trace
@@ -75,10 +75,8 @@ class RequestDeduplicator:
             reader.cancel(reason)
         return reader is not None
 
-    def share(self, stream: Stream) -> Stream:
+    def share(self, stream: Stream) -> SharedReader:
         """The stream as its own client reads it."""
-        if not stream.prepared.is_shareable():
-            return stream
         key = _key(stream.prepared)
         self._open[key] = shared = SharedStream(stream, self, key)
         return SharedReader(stream.prepared, shared)

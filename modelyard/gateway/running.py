@@ -32,28 +32,24 @@ class RunningRequests:
 
     def __init__(self) -> None:
         self.dedup = RequestDeduplicator()
-        self._streams: set[ChoiceStream | MultiChoiceStream] = set()
-        self._rounds: set[ToolRounds] = set()
-
-    def __len__(self) -> int:
-        return len(self._streams | self._rounds)
+        self._streams: set[ChoiceStream | MultiChoiceStream | ToolRounds] = set()
 
     def add(self, stream: ChoiceStream | MultiChoiceStream | ToolRounds) -> None:
-        if isinstance(stream, ToolRounds):
-            self._rounds.add(stream)
-        else:
-            self._streams.add(stream)
+        self._streams.add(stream)
 
     def discard(self, stream: ChoiceStream | MultiChoiceStream | ToolRounds) -> None:
-        if isinstance(stream, ToolRounds):
-            self._rounds.discard(stream)
-        else:
-            self._streams.discard(stream)
+        self._streams.discard(stream)
+
+    def _generations(self) -> list[ChoiceStream | MultiChoiceStream]:
+        return [stream for stream in self._streams if not isinstance(stream, ToolRounds)]
+
+    def _rounds(self) -> list[ToolRounds]:
+        return [stream for stream in self._streams if isinstance(stream, ToolRounds)]
 
     def by_trace(self) -> dict[str, RunningRequest]:
         """The requests of this process with their counts so far."""
-        running = {stream.prepared.caller.trace: _running(stream) for stream in self._streams}
-        for rounds in self._rounds:
+        running = {stream.prepared.caller.trace: _running(stream) for stream in self._generations()}
+        for rounds in self._rounds():
             caller, usage, tools = rounds.prepared.caller, rounds.usage, rounds.running_tools
             if tools or caller.trace not in running:
                 running[caller.trace] = RunningRequest(
@@ -63,12 +59,12 @@ class RunningRequests:
 
     def calling_tools(self) -> list[RequestSnapshot]:
         """The requests whose tools run now: the pool does not know them, because they hold no slot meanwhile."""
-        return [rounds.snapshot() for rounds in self._rounds if rounds.running_tools]
+        return [rounds.snapshot() for rounds in self._rounds() if rounds.running_tools]
 
     def watch(self, trace: str) -> tuple[str, str] | None:
         """The prompt of a running request, and its raw output since the first call. None: it does not run here, or
         another server renders its prompt."""
-        for stream in self._streams:
+        for stream in self._generations():
             if stream.prepared.caller.trace == trace:
                 output = _first_choice(stream).output
                 rendered = stream.prepared.rendered(0)
@@ -79,14 +75,14 @@ class RunningRequests:
     def cancel(self, trace: str, reason: ModelyardError) -> int:
         """Ends a request that shares the stream of another one or calls tools, and returns how many there were: the
         pool, which ends all others, does not know it."""
-        calling = [rounds for rounds in self._rounds if rounds.running_tools and rounds.prepared.caller.trace == trace]
+        calling = [one for one in self._rounds() if one.running_tools and one.prepared.caller.trace == trace]
         for rounds in calling:
             rounds.cancel(reason)
         return int(self.dedup.cancel(trace, reason)) + len(calling)
 
     def end(self, reason: ModelyardError, key: str | None = None) -> None:
         """End all that wait or run, or all of one key; their clients receive the reason."""
-        for stream in (*self._rounds, *self._streams):
+        for stream in (*self._rounds(), *self._generations()):
             if key is None or stream.prepared.caller.key == key:
                 stream.cancel(reason)
 
