@@ -57,9 +57,11 @@ class WorkerSettings(BaseModel):
     ray_resources: dict[str, RayResources] = Field(
         default_factory=dict, description="By model: what Ray reserves for a worker; unset means one CPU."
     )
-    beat_s: float = Field(default=0.4, gt=0, le=60, description="Seconds between two heartbeats on a link.")
     patience: int = Field(
-        default=4, ge=2, le=10_000, description="Heartbeats that a ready worker may miss before it counts as lost."
+        default=4,
+        ge=2,
+        le=10_000,
+        description="Heartbeats (0.4 s) that a ready worker may miss before it counts as lost.",
     )
 
     def ray_cluster(self) -> RayCluster | None:
@@ -70,7 +72,7 @@ class WorkerSettings(BaseModel):
         return RayCluster(self.ray_address, self.ray_resources, self.cluster_keys(), self.heartbeat())
 
     def heartbeat(self) -> HeartbeatConfig:
-        return HeartbeatConfig(self.beat_s, self.patience)
+        return HeartbeatConfig(worker_misses=self.patience)
 
     def cluster_keys(self) -> ClusterKeys | None:
         """None: each link uses what its address needs. Actors of a Ray cluster may run on any address."""

@@ -29,6 +29,8 @@ from modelyard.engines.in_process import InProcessEngine, InProcessJob, warn_abo
 
 log = logging.getLogger(__name__)
 
+_SLACK = 16  # tokens in which the prompts of a batch may differ: those beyond the shortest are read one by one
+
 
 class Ct2Job(InProcessJob):
     """While its batch runs it belongs to the batch's thread."""
@@ -52,7 +54,7 @@ class Ct2Job(InProcessJob):
         self._on_cancel()
 
 
-def next_batch(waiting: Sequence[Ct2Job], slack: int) -> list[Ct2Job]:
+def next_batch(waiting: Sequence[Ct2Job], slack: int = _SLACK) -> list[Ct2Job]:
     """The oldest job leads. Jobs join it that have the same arguments and a prompt of nearly the same length:
     CTranslate2 reads a batch in one pass only up to its shortest prompt, and token by token from there.
 
@@ -301,7 +303,7 @@ class Ct2Engine(InProcessEngine[Ct2Job]):
         self._batch_timer = None
         self._end_revoked()
         while self._waiting and len(self._running) < self._workers:
-            jobs = next_batch(self._waiting, self.options.batch_slack)
+            jobs = next_batch(self._waiting)
             self._waiting = [job for job in self._waiting if job not in jobs]
             for job in jobs:
                 self._evaluated += job.prompt_tokens

@@ -64,12 +64,6 @@ class Ct2Options(BaseModel):
     batch_window: float = Field(
         default=0.005, ge=0, le=1, description="Seconds that a request waits for others to share its batch."
     )
-    batch_slack: int = Field(
-        default=16,
-        ge=0,
-        description="How many tokens the prompts of one batch may differ in length. Tokens beyond the shortest "
-        "prompt are read one by one.",
-    )
     min_length: int = Field(default=0, ge=0, description="Minimum number of tokens in an answer.")
     no_repeat_ngram_size: int = Field(
         default=0, ge=0, description="Sequences of this many tokens never repeat; 0 allows repetition."
