@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from asyncio import Future
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, Self
 from weakref import WeakKeyDictionary
@@ -68,21 +69,22 @@ class Stream(Protocol):
 
 class NewestStarts:
     """When the last request of each engine was started that is not finished: when an engine dies, that one may be the
-    reason. An engine that is closed is forgotten."""
+    reason. An engine that is closed is forgotten. Its future `lost` stands for it: an engine of a plug-in may allow no
+    weak references, or compare by value."""
 
     def __init__(self) -> None:
-        self._at: WeakKeyDictionary[Engine, float] = WeakKeyDictionary()
+        self._at: WeakKeyDictionary[Future[ModelyardError], float] = WeakKeyDictionary()
 
     def add(self, engine: Engine, at: float) -> None:
-        self._at[engine] = at
+        self._at[engine.lost] = at
 
     def finished(self, engine: Engine, at: float | None) -> None:
-        if self._at.get(engine) == at:
-            self._at.pop(engine, None)
+        if self._at.get(engine.lost) == at:
+            self._at.pop(engine.lost, None)
 
     def has_later(self, engine: Engine, at: float | None) -> bool:
         """Whether another request was started after this one, and has not finished."""
-        newest = self._at.get(engine)
+        newest = self._at.get(engine.lost)
         return newest is not None and newest != at
 
 

@@ -77,6 +77,8 @@ class ManualGeneration(GenerationQueue[Chunk]):
 class ManualEngine:
     """`generations` holds all generations started so far; `start_error` is raised when one starts."""
 
+    __slots__ = ("_start_error", "generations", "info", "lost")  # no weak references, as an engine of a plug-in may be
+
     def __init__(self, caches: dict[str, CacheInfo], start_error: Exception | None) -> None:
         self.info = EngineInfo("manual", caches)
         self.lost: asyncio.Future[ModelyardError] = asyncio.get_running_loop().create_future()
