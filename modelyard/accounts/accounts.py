@@ -14,9 +14,8 @@ import itertools
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 from msgspec.structs import replace
@@ -96,21 +95,26 @@ class Accounts:
         what it has. Raises if there is no room. If the file cannot be used, what this process holds by itself counts:
         the number is None then."""
         file, budget, now = self._opened_file(), self.ledger.budgets[key], self._clock()
-        price, unwritten = self.ledger.price(model), self.ledger.unwritten(budget)
+        price, id = self.ledger.price(model), next(self._hold_ids)
 
-        def reserve(tokens: int, cost: float, held_tokens: int, held_cost: float) -> tuple[int, int, float]:
-            tokens, cost = tokens + unwritten[0], cost + unwritten[1]
-            state = replace(budget, tokens=tokens, cost=cost, held_tokens=held_tokens, held_cost=held_cost)
-            return state.reserve(price, prompt, output, choices, now)
+        def attempt() -> Awaitable[tuple[int, int, float]]:
+            more_tokens, more_cost = self.ledger.unwritten(budget)
 
-        id = next(self._hold_ids)
-        hold = partial(file.hold, self._process, id, budget.since, key, reserve, now)
+            def reserve(tokens: int, cost: float, held_tokens: int, held_cost: float) -> tuple[int, int, float]:
+                tokens, cost = tokens + more_tokens, cost + more_cost
+                state = replace(budget, tokens=tokens, cost=cost, held_tokens=held_tokens, held_cost=held_cost)
+                return state.reserve(price, prompt, output, choices, now)
+
+            return self._run(file.hold, self._process, id, budget.since, key, reserve, now)
+
         try:
+            if self._ended_holds:  # they would count as held
+                await self.sync()
             for pause in _SETTLE_S:  # a request that has ended in another process may free its part in a moment
                 with contextlib.suppress(KeyLimited):
-                    return id, await self._run(hold)
+                    return id, await attempt()
                 await asyncio.sleep(pause)
-            return id, await self._run(hold)
+            return id, await attempt()
         except Unavailable as error:
             self._report_unwritten(error)
             return None, replace(budget, held_tokens=0, held_cost=0.0).reserve(price, prompt, output, choices, now)

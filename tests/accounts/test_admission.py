@@ -164,6 +164,16 @@ async def test_what_a_request_did_not_use_is_free_in_the_next_process_at_once(tm
         await accounts.close()
 
 
+async def test_the_next_request_gets_all_that_the_last_one_did_not_use(tmp_path: Path) -> None:
+    (one,) = processes(tmp_path, 1, Clock())
+    first = one.admission.open("team")
+    assert await first.hold("m", prompt=10, output=290) == 290
+    one.add("team", "m", Usage(10, 0, 40))
+    first.release()
+    assert await one.admission.open("team").hold("m", prompt=10, output=440) == 440
+    await one.close()
+
+
 async def test_what_a_dead_process_held_is_free_after_a_while(tmp_path: Path) -> None:
     clock = Clock()
     dead, alive = processes(tmp_path, 2, clock)

@@ -43,7 +43,8 @@ def sdk(server: LiveServer | ServerProcess, name: str) -> openai.OpenAI:
 
 
 def settings(tmp_path: Path, **more: Any) -> dict[str, Any]:
-    return config(keys=KEYS, store={"objects": str(tmp_path / "objects.sqlite")} | more.pop("store", {}), **more)
+    files = {"store": {"objects": str(tmp_path / "objects.sqlite")} | more.pop("store", {})}
+    return config(keys=KEYS, accounts={"path": str(tmp_path / "accounts.sqlite")}, **files, **more)
 
 
 @pytest.fixture
