@@ -144,7 +144,7 @@ def _failed(
     late = deadline is not None and time.monotonic() >= deadline
     if late or not leads_on(error):
         raise no_answer(attempts) if len(attempts) > 1 and not isinstance(error, Cancelled) else error
-    metrics.fell_back(model, attempts[-1].reason)
+    metrics.fallbacks.add((model, attempts[-1].reason))
     log_event(log, logging.WARNING, "fallback", model=model, reason=attempts[-1].reason, why=error.message)
     return attempts
 

@@ -153,7 +153,7 @@ class Gateway:
         running, services = self.running, self._services
         is_shareable = prepared.is_shareable()
         if is_shareable and (shared := running.dedup.find(prepared)) is not None:
-            self.metrics.request_joined(prepared.model.name)
+            self.metrics.joined.add((prepared.model.name,))
             self.accounts.add(prepared.caller.key, prepared.model.name, Usage())
             return shared
         ticket = self.leases.request(prepared.lease_request())

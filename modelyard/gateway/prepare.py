@@ -213,7 +213,7 @@ class Preparer:
     def _report(self, warnings: Sequence[str]) -> None:
         for warning in warnings[:MAX_WARNINGS]:
             kind = warning.partition(":")[0]  # the rest is the client's text
-            self.metrics.warned(kind if kind.isidentifier() else "other")
+            self.metrics.warnings.add((kind if kind.isidentifier() else "other",))
             log.info("request: %s", warning[:_WARNING_CHARS])
         if len(warnings) > MAX_WARNINGS:
             log.info("request: %d more warnings", len(warnings) - MAX_WARNINGS)

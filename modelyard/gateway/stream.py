@@ -229,7 +229,7 @@ class ChoiceStream:
             check_capabilities(request, effective, model.name, media=media_kinds(request))
         if ignored := ignored_parameters(request, capabilities):
             self.ignored = ignored
-            services.metrics.warned("parameter_ignored")
+            services.metrics.warnings.add(("parameter_ignored",))
             log.info("request: the engine of %s ignores %s", model.name, ", ".join(ignored))
         # By the definition's kind: `isinstance` with a runtime-checkable Protocol is slow.
         started: Generation[Any]
@@ -251,7 +251,7 @@ class ChoiceStream:
         if self.choice != 0:
             return
         if (change := services.diagnostics.system_prompt_change(prepared, accepted)) is not None:
-            services.metrics.system_prompt_changed(prepared.target.cache)
+            services.metrics.system_prompt_changes.add((prepared.target.cache,))
             log.warning("%s", change)
         if (found := services.diagnostics.reuse(prepared, accepted, self._engine.info.page)) is not None:
             self.reuse, self._prompt_record = found

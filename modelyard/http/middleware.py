@@ -117,7 +117,7 @@ class RequestMiddleware:
             path = mask_keys(path)
         self._metrics.http_request(label, method, context.status, seconds)
         if context.error:
-            self._metrics.request_failed(context.error)
+            self._metrics.errors.add((context.error,))
         level = logging.DEBUG if row is not None and row.is_quiet else logging.INFO
         log_request(level, method, path, context.status, seconds, context.key, context.reuse)
 

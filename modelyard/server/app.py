@@ -148,11 +148,11 @@ def compose(
         stored=StoredResponses(store, objects.conversations, objects.background),
         files=objects.files,
     )
-    metrics.set_usage_source(lambda: accounts.ledger.series(accounts.currency))
-    metrics.set_queue_source(lambda: {name: status.waiting for name, status in scheduler.status().items()})
+    metrics.usage_series = lambda: accounts.ledger.series(accounts.currency)
+    metrics.queue_depths = lambda: {name: status.waiting for name, status in scheduler.status().items()}
     index, folder = int(env.get(INDEX_VARIABLE, "0")), env.get(FOLDER_VARIABLE)
     if index == 0:  # of several gateways on one pool, one reports its metrics
-        metrics.set_pool_source(scheduler.metrics)
+        metrics.pool_values = scheduler.metrics
     shared_metrics = SharedMetrics(Path(folder), index, metrics) if folder else None
     service = AdminService(config, scheduler, gateway, load_config)
     accounts.on_change = lambda: scheduler.set_limits(key_limits(accounts.ring.keys))

@@ -305,9 +305,10 @@ class Metrics:
     def __init__(self, monitor: SystemMonitor | None = None) -> None:
         self._monitor = monitor or SystemMonitor()
         self._load = SystemLoad()
-        self._queue_depths: Callable[[], Mapping[str, int]] = dict
-        self._usage_series: Callable[[], Mapping[str, Mapping[Labels, float]]] = dict
-        self._pool_values: Callable[[], Mapping[str, Mapping[str, int]]] = dict
+        # Called for each snapshot: queue lengths by model, usage by metric and labels, the pool's values by metric.
+        self.queue_depths: Callable[[], Mapping[str, int]] = dict
+        self.usage_series: Callable[[], Mapping[str, Mapping[Labels, float]]] = dict
+        self.pool_values: Callable[[], Mapping[str, Mapping[str, int]]] = dict
         self._snapshot = snapshot = MetricsSnapshot()
         snapshot.gauges["process_start_time_seconds"] = {(): self._monitor.started}
         snapshot.gauges["build_info"] = {(__version__,): 1}
@@ -322,15 +323,15 @@ class Metrics:
         self._cached_tokens = _Histogram("request_cached_tokens", snapshot)
         self._output_tokens = _Histogram("request_output_tokens", snapshot)
         self._finish_reasons = _Counter("finish_reasons_total", snapshot)
-        self._errors = _Counter("errors_total", snapshot)
-        self._warnings = _Counter("request_warnings_total", snapshot)
-        self._joined = _Counter("joined_requests_total", snapshot)
-        self._fallbacks = _Counter("fallbacks_total", snapshot)
+        self.errors = _Counter("errors_total", snapshot)
+        self.warnings = _Counter("request_warnings_total", snapshot)  # their kinds come from us, not from clients
+        self.joined = _Counter("joined_requests_total", snapshot)
+        self.fallbacks = _Counter("fallbacks_total", snapshot)
         self._tool_calls = _Counter("tool_calls_total", snapshot)
         self._tool_seconds = _Histogram("tool_call_seconds", snapshot)
         self._cache_requests = _Counter("cache_requests_total", snapshot)
         self._evaluated_tokens = _Counter("evaluated_tokens_total", snapshot)
-        self._system_prompt_changes = _Counter("system_prompt_changes_total", snapshot)
+        self.system_prompt_changes = _Counter("system_prompt_changes_total", snapshot)
 
     def http_request(self, endpoint: str, method: str, status: int, seconds: float) -> None:
         """`endpoint` is the route's pattern, not the client's path: a series per path would be unbounded."""
@@ -350,21 +351,6 @@ class Metrics:
         if usage.prompt:
             self._prompt_tokens.observe(model, usage.prompt)
 
-    def request_failed(self, code: str) -> None:
-        self._errors.add((code,))
-
-    def request_joined(self, model: str) -> None:
-        """The request shares the generation of an identical one."""
-        self._joined.add((model,))
-
-    def fell_back(self, model: str, reason: str) -> None:
-        """The model could not answer, and the next one of its route is tried."""
-        self._fallbacks.add((model, reason))
-
-    def warned(self, kind: str) -> None:
-        """Part of a request is ignored. `kind` must come from us, not from the client."""
-        self._warnings.add((kind,))
-
     def tool_called(self, server: str, status: str, seconds: float) -> None:
         self._tool_calls.add((server, status))
         self._tool_seconds.observe(server, seconds)
@@ -373,21 +359,6 @@ class Metrics:
         labels = (cache, reuse.cause)
         self._cache_requests.add(labels)
         self._evaluated_tokens.add(labels, reuse.evaluated)
-
-    def system_prompt_changed(self, cache: str) -> None:
-        self._system_prompt_changes.add((cache,))
-
-    def set_queue_source(self, depths: Callable[[], Mapping[str, int]]) -> None:
-        """`depths` returns the queue length of each model; it is called for each snapshot."""
-        self._queue_depths = depths
-
-    def set_usage_source(self, series: Callable[[], Mapping[str, Mapping[Labels, float]]]) -> None:
-        """`series` returns what keys have used, by metric name and labels; it is called for each snapshot."""
-        self._usage_series = series
-
-    def set_pool_source(self, values: Callable[[], Mapping[str, Mapping[str, int]]]) -> None:
-        """`values` returns the pool's metrics by metric name and model; it is called for each snapshot."""
-        self._pool_values = values
 
     async def measure_system(self) -> None:
         """Measure CPU, memory and GPUs in a thread. Snapshots repeat the last measurement."""
@@ -407,10 +378,10 @@ class Metrics:
             rows = self._snapshot.histograms[histogram]
             self._snapshot.counters[name] = {labels: row.sum for labels, row in rows.items()}
         gauges["active_requests_current"] = {(): self.active}
-        gauges["queue_waiting"] = {(model,): depth for model, depth in self._queue_depths().items()}
-        for name, series in self._usage_series().items():
+        gauges["queue_waiting"] = {(model,): depth for model, depth in self.queue_depths().items()}
+        for name, series in self.usage_series().items():
             self._snapshot.counters[name] = bounded_series(series)
-        for name, values in self._pool_values().items():
+        for name, values in self.pool_values().items():
             target = self._snapshot.counters if METRICS[name].kind == "counter" else gauges
             target[name] = {(model,): value for model, value in values.items()}
         gauges["cpu_usage_percent"] = {(): load.cpu_percent}

@@ -250,10 +250,10 @@ def test_latencies_have_histograms_per_model() -> None:
 
 def test_events_are_counted_by_their_labels() -> None:
     metrics = _metrics()
-    metrics.request_failed("context_length_exceeded")
-    metrics.warned("billing_header")
-    metrics.request_joined("m")
-    metrics.system_prompt_changed("main")
+    metrics.errors.add(("context_length_exceeded",))
+    metrics.warnings.add(("billing_header",))
+    metrics.joined.add(("m",))
+    metrics.system_prompt_changes.add(("main",))
     for evaluated in (20, 30):
         metrics.cache_lookup("main", CacheReuse(5, evaluated, "evicted"))
     text = metrics.render()
@@ -268,9 +268,9 @@ def test_events_are_counted_by_their_labels() -> None:
 def test_label_values_chosen_by_others_are_bounded_in_number() -> None:
     metrics = _metrics()
     for n in range(1500):
-        metrics.request_failed(f"code-{n}")
+        metrics.errors.add((f"code-{n}",))
         metrics.queue_wait.observe(f"model-{n}", 0.1)
-    metrics.request_failed("code-0")
+    metrics.errors.add(("code-0",))
     snapshot = metrics.snapshot()
     errors, waits = snapshot.counters["errors_total"], snapshot.histograms["queue_wait_seconds"]
     assert (len(errors), errors["other",], errors["code-0",]) == (1001, 500, 2)
@@ -280,8 +280,8 @@ def test_label_values_chosen_by_others_are_bounded_in_number() -> None:
 def test_queue_and_pool_values_are_read_at_each_snapshot() -> None:
     metrics = _metrics()
     depths = {"m": 1}
-    metrics.set_queue_source(lambda: depths)
-    metrics.set_pool_source(lambda: {"model_replicas": {"m": 2}, "model_loads_total": {"m": 5}})
+    metrics.queue_depths = lambda: depths
+    metrics.pool_values = lambda: {"model_replicas": {"m": 2}, "model_loads_total": {"m": 5}}
     depths["m"] = 3
     text = metrics.render()
     assert sample_values(text, "queue_waiting") == {("m",): 3}
