@@ -94,7 +94,9 @@ class OutputFormat(Struct, frozen=True, kw_only=True, eq=False):
     name_hints: tuple[str, ...] = ()  # parts of model names in lower case, used if no template decides
     grammar: Grammar | None = None
     calls: CallWriter | None = None  # None: as `grammar` says, if it can write
-    results: tuple[str, str] = RESULTS  # what stands before and after the result of a call in a prompt
+    # What stands before and after the result of a call in a prompt; {name} and {id} are those of the call. Families
+    # that have only a role for results, and no marks of their own, keep the usual ones.
+    results: tuple[str, str] = RESULTS
     messages_of_reasoning: tuple[ReasoningBlock, ...] = ()  # where readers open the reasoning, not markers
 
     @property

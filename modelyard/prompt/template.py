@@ -484,10 +484,12 @@ def _call_as_text(entry: TemplateMessage, write: WriteCalls) -> TemplateMessage:
 
 def results_as_text(entries: list[TemplateMessage], marks: tuple[str, str] = RESULTS) -> list[TemplateMessage]:
     """For templates without a role for results: as messages of the user, with the marks of the model's family."""
-    return [
-        _message("user", f"{marks[0]}{_text(entry['content'])}{marks[1]}") if entry["role"] == "tool" else entry
-        for entry in entries
-    ]
+    return [_message("user", _result_as_text(entry, marks)) if entry["role"] == "tool" else entry for entry in entries]
+
+
+def _result_as_text(entry: TemplateMessage, marks: tuple[str, str]) -> str:
+    before = marks[0].replace("{name}", entry.get("name", "")).replace("{id}", entry.get("tool_call_id", ""))
+    return f"{before}{_text(entry['content'])}{marks[1]}"
 
 
 def system_in_first_user(entries: list[TemplateMessage]) -> list[TemplateMessage]:

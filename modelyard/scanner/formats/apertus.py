@@ -54,6 +54,7 @@ def _read_calls(buffer: TextBuffer, calls: CallBuilder) -> Incremental[str | Non
 FORMATS = (
     OutputFormat(
         name="apertus",
+        results=("[", "]"),
         regions=regions({_CALLS: StartReader(_read_calls, (_CALLS_END,))}, tags=(_REASONING,)),
         hidden_markers=(_CALLS_END, _REASONING[1], "<|assistant_end|>", "<|assistant_start|>"),
         calls_in_reasoning=True,

@@ -150,6 +150,7 @@ _V3 = OutputFormat(
 _V31 = replace(
     _V3,
     name="deepseek_v31",
+    results=(_OUTPUTS[1], _OUTPUTS[2]),
     template_hints=((_BEGIN, _SEPARATOR),),
     name_hints=("deepseek-v3.1", "deepseek-v31", "deepseek_v31"),
     calls=None,
@@ -208,6 +209,7 @@ def _dsml_calls(block: str) -> CallSyntax:
 
 _V32 = OutputFormat(
     name="deepseek_v32",
+    results=("<function_results>\n<result>", "</result>\n</function_results>"),
     regions=regions(_DSML_READERS, closes_alone=True),
     hidden_markers=(*_DSML_TAGS.parameters.ends, _DSML, _TURN_END, *_ROLES),
     inner_markers=(_DSML_TAGS.parameters.opening, _DSML_TAGS.parameters.closing),
@@ -221,6 +223,7 @@ _V32 = OutputFormat(
 _V4 = replace(
     _V32,
     name="deepseek_v4",
+    results=("<tool_result>", "</tool_result>"),
     template_hints=((_DSML, "tool_calls>"),),
     name_hints=("deepseek-v4", "deepseek_v4"),
     calls=_dsml_calls("tool_calls"),

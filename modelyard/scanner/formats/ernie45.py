@@ -33,6 +33,7 @@ _MARKERS: dict[str, SwitchRegion | StartReader] = {
 FORMATS = (
     OutputFormat(
         name="ernie45",
+        results=("<tool_output>", "</tool_output>"),
         regions={
             "text": Region(
                 "text",

@@ -279,6 +279,7 @@ class _Body(Struct, frozen=True):
 
 _GEMMA4 = OutputFormat(
     name="gemma4",
+    results=(f"<|tool_response>response:{{name}}{{value:{_QUOTE}", f"{_QUOTE}}}<tool_response|>"),
     regions={
         "text": Region("text", {**_READERS}),
         "thinking": Region("thinking", {_CHANNEL_END: SwitchRegion("text"), **_READERS}),
@@ -309,6 +310,7 @@ _FUNCTION_READER = StartReader(_CallReader(_ESCAPE, _FUNCTION_CALL_END).read, (_
 
 _FUNCTION_GEMMA = OutputFormat(
     name="functiongemma",
+    results=("Function result for {name}: ", ""),
     regions={"text": Region("text", {_FUNCTION_CALL: _FUNCTION_READER})},
     hidden_markers=(
         _FUNCTION_CALL_END,

@@ -132,6 +132,7 @@ _GLM45 = OutputFormat(
 _GLM47 = replace(
     _GLM45,
     name="glm47",
+    results=("<tool_response>", "</tool_response>"),
     template_hints=(("{function-name}" + _KEY, _VALUE),),
     name_hints=("glm-4.7", "glm4.7", "glm-5", "glm5"),
     grammar=CallGrammar(
@@ -159,6 +160,7 @@ def _relative(
         template_hints=((hint, _KEY, _VALUE),),
         name_hints=name_hints,
         calls=(_GLM45 if name == "ling3" else _GLM47).writer,
+        results=(_GLM45 if name == "ling3" else _GLM47).results,
     )
 
 

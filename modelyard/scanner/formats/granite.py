@@ -94,6 +94,7 @@ _GRANITE4 = replace(
 
 _GRANITE_20B = OutputFormat(
     name="granite_20b_fc",
+    results=("<function_response> ", ""),
     regions=regions({"<function_call>": StartReader(json_calls, ("</function_call>",))}),
     hidden_markers=("</function_call>", "<|endoftext|>", "<function_response>"),
     stop_tokens=("<|endoftext|>",),

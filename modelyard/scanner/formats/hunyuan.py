@@ -60,6 +60,8 @@ class _TagSet:
         self.readers = {block: StartReader(self._read_block, ends), self._call: StartReader(self._read_call, ends)}
         body = TaggedBody(f"{{}}{self._separator}\n", f"{key}{{}}{self._key_end}\n{self._value}", f"{value_end}\n")
         self.calls = CallSyntax(body, f"{block}\n", self._block_end, self._call, f"{self._call_end}\n", "")
+        (results, results_end), (result, result_end) = pair("tool_responses"), pair("tool_response")
+        self.results = (f"{results}\n{result}\n", f"\n{result_end}\n{results_end}")
         self.hidden_markers = (*ends, self._separator, key, self._key_end, self._value, value_end)
 
     def _read_block(self, buffer: TextBuffer, calls: CallBuilder) -> Incremental[str | None]:
@@ -110,9 +112,17 @@ _HY3 = OutputFormat(
     template_hints=(("<tool_sep{}>", "hy_Assistant"), ("<tool_sep>", "<arg_key>")),
     name_hints=("hy3", "hy-3", "hy_v3"),
     calls=_TAG_SETS[1].calls,
+    results=_TAG_SETS[1].results,
 )
 
-_HUNYUAN = replace(_HY3, name="hunyuan", template_hints=(), name_hints=("hunyuan",), calls=_TAG_SETS[0].calls)
+_HUNYUAN = replace(
+    _HY3,
+    name="hunyuan",
+    template_hints=(),
+    name_hints=("hunyuan",),
+    calls=_TAG_SETS[0].calls,
+    results=_TAG_SETS[0].results,
+)
 
 _A13B_MARKERS: dict[str, SwitchRegion | StartReader] = {
     "<tool_calls>": StartReader(json_calls, ("</tool_calls>",)),
@@ -122,6 +132,7 @@ _A13B_MARKERS: dict[str, SwitchRegion | StartReader] = {
 
 _A13B = OutputFormat(
     name="hunyuan_a13b",
+    results=("<tool_response>", "</tool_response>"),
     regions={
         "text": Region(
             "text",

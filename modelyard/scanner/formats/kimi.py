@@ -76,6 +76,7 @@ def _read_call(buffer: TextBuffer, calls: CallBuilder) -> Incremental[str | None
 
 _K2 = OutputFormat(
     name="kimi_k2",
+    results=("## Return of {id}\n", ""),
     regions=regions({_BEGIN: StartReader(_read_call, (_CALL_END,))}),
     hidden_markers=(_ARGUMENTS, _CALL_END, *_SECTIONS, "</think>", "<|im_end|>"),
     stop_tokens=("<|im_end|>",),

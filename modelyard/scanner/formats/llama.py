@@ -167,6 +167,7 @@ _LLAMA4 = OutputFormat(
 
 _PYTHONIC = OutputFormat(
     name="pythonic",
+    results=("<tool_response>\n", "</tool_response>"),
     regions=regions({"[": _BARE_LIST}),
     hidden_markers=("</think>", "<|eot_id|>", "<|eom_id|>", _TAG, "<|im_end|>", _START, _END),
     stop_tokens=("<|eot_id|>", "<|eom_id|>"),

@@ -61,6 +61,7 @@ _TURN_END, _TURN_START = "[e~[", "]~b]ai"
 
 _M1 = OutputFormat(
     name="minimax_m1",
+    results=("tool result: ", ""),
     regions=regions({"<tool_calls>": StartReader(json_calls, ("</tool_calls>",))}, ends=("<end_of_sentence>",)),
     hidden_markers=("</tool_calls>", "<beginning_of_sentence>"),
     stop_tokens=("<end_of_sentence>",),
@@ -72,6 +73,7 @@ _M1 = OutputFormat(
 
 _M2 = OutputFormat(
     name="minimax_m2",
+    results=("<response>", "</response>"),
     regions=regions(
         InvokeTags("<", "</", ("minimax:tool_call",), bare_invoke=True, untyped=ANY_TYPE).readers,
         closes_alone=True,
@@ -369,6 +371,7 @@ _M3_BODY = TaggedBody(f'{_NAMESPACE}{_INVOKE}"{{}}">', *_M3_ELEMENT, f"{_NAMESPA
 
 _M3 = OutputFormat(
     name="minimax_m3",
+    results=("<response>", "</response>"),
     regions=regions({_NAMESPACE: StartReader(_read_tags)}, tags=(("<mm:think>", "</mm:think>"),), closes_alone=True),
     hidden_markers=(_TURN_END,),
     inner_markers=(_BLOCK, _BLOCK_END, _INVOKE, _INVOKE_END),

@@ -113,6 +113,7 @@ _MARKERS: dict[str, SwitchRegion | StartReader] = {
 FORMATS = (
     OutputFormat(
         name="muse_glimmer",
+        results=('<tool_output name="{name}">\n', "\n</tool_output>"),
         regions={"text": Region("text", _MARKERS), "thinking": Region("thinking", _MARKERS)},
         hidden_markers=(_MESSAGE,),
         inner_markers=(*_TAGS.readers, _TAGS.parameters.opening, _TAGS.parameters.closing, *_TAGS.parameters.ends),

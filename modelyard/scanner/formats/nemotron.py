@@ -27,6 +27,7 @@ _ENDS = ("<SPECIAL_12>", "<|eot_id|>")
 
 _V2 = OutputFormat(
     name="nemotron_v2",
+    results=("<TOOL_RESPONSE>[", "]</TOOL_RESPONSE>"),
     regions=regions({_CALLS: StartReader(json_calls, (_CALLS_END,))}, closes_alone=True, ends=_ENDS),
     hidden_markers=(_CALLS_END, "<SPECIAL_10>", "<SPECIAL_11>"),
     stop_tokens=_ENDS,

@@ -176,6 +176,7 @@ QWEN3_CODER = OutputFormat(
 _STEP = replace(
     QWEN3_CODER,
     name="step3p5",
+    results=("<tool_response>", "</tool_response>"),
     template_hints=((FUNCTION, PARAMETER, "<|im_start|>tool_response"),),
     name_hints=("step-3.5", "step3.5", "step3p5", "step-3p5"),
 )

@@ -68,6 +68,10 @@ _MARKERS: dict[str, SwitchRegion | StartReader] = {
 FORMATS = (
     OutputFormat(
         name="solar_open",
+        results=(
+            "<|tool_response:begin|>{id}<|tool_response:name|>{name}<|tool_response:result|>",
+            "<|tool_response:end|>",
+        ),
         regions={"text": Region("text", _MARKERS), "thinking": Region("thinking", _MARKERS)},
         hidden_markers=(_CALLS, _NAME, _ARGUMENTS, _CALL_END),
         has_messages=True,
