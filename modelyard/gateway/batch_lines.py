@@ -39,10 +39,10 @@ async def blocks(chunks: AsyncIterator[bytes], limit: int) -> AsyncIterator[byte
 
 
 async def count_lines(chunks: AsyncIterator[bytes], batch: Batch, limit: int, most: int) -> tuple[int, str | None]:
-    """How many lines are not empty, up to `most` and one more; and the model of the first that can be read."""
+    """How many lines are not empty, up to `most` and one more; and the model of one of the first that can be read."""
     total, model = 0, None
     async for block in blocks(chunks, limit):
-        found, named = await pool.run(count_block, block, batch.api, batch.endpoint, most - total, model is None)
+        found, named = await pool.run(count_block, block, batch.api, batch.endpoint, most - total, total == 0)
         total, model = total + found, model or named
         if total > most:
             break
@@ -101,7 +101,7 @@ def count_block(block: bytes, api: str, endpoint: str, most: int, wants_model: b
             continue
         if (count := count + 1) > most:
             break
-        if wants_model and line != _TOO_LONG:
+        if wants_model and count <= _AT_ONCE and line != _TOO_LONG:
             try:
                 model, wants_model = openai_batches.read_line_model(_read(api, endpoint, line).body), False
             except LineFault:
