@@ -141,18 +141,18 @@ class Gateway:
         if prepared.server_tools is None:
             return self._generate(prepared, capture)
         generate = partial(self._generate, capture=capture)
-        running, services = self.running, self._services
-        rounds = ToolRounds(prepared, prepared.server_tools, self.preparer, generate, services, running.discard)
-        running.add(rounds)
+        streams, services = self.running.streams, self._services
+        rounds = ToolRounds(prepared, prepared.server_tools, self.preparer, generate, services, streams.discard)
+        streams.add(rounds)
         return rounds
 
     def _generate(self, prepared: PreparedRequest, capture: RequestCapture | None) -> Stream:
         """One generation, without the calls of servers' tools."""
         if capture is not None and prepared.model.kind == "text":
             capture.prompt("\n\n".join(unshield(prompt.text) for prompt in prepared.prompts))
-        running, services = self.running, self._services
+        streams, dedup, services = self.running.streams, self.running.dedup, self._services
         is_shareable = prepared.is_shareable()
-        if is_shareable and (shared := running.dedup.find(prepared)) is not None:
+        if is_shareable and (shared := dedup.find(prepared)) is not None:
             self.metrics.joined.add((prepared.model.name,))
             self.accounts.add(prepared.caller.key, prepared.model.name, Usage())
             return shared
@@ -161,15 +161,15 @@ class Gateway:
             self.history.add_queue_length(time.time(), ticket.position)
         stream: ChoiceStream | MultiChoiceStream
         if prepared.choices == 1:
-            stream = ChoiceStream(prepared, 0, ticket, services, capture, running.discard)
+            stream = ChoiceStream(prepared, 0, ticket, services, capture, streams.discard)
         else:
 
             def open_choice(choice: int, part: Ticket) -> ChoiceStream:
                 return ChoiceStream(prepared, choice, part, services, capture, retry=False)
 
-            stream = MultiChoiceStream(prepared, ticket, open_choice, running.discard)
-        running.add(stream)
-        return running.dedup.share(stream) if is_shareable else stream
+            stream = MultiChoiceStream(prepared, ticket, open_choice, streams.discard)
+        streams.add(stream)
+        return dedup.share(stream) if is_shareable else stream
 
     async def load(self, request: Request, caller: Caller) -> Reply:
         """An empty reply when the model is loaded, as any request would load it. With `keep_alive` 0 a loaded model is

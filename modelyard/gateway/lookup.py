@@ -53,12 +53,6 @@ class ModelLookup:
             self.models = {**self.models, name: defined}
         return defined
 
-    def is_replaced(self, model: Model) -> bool:
-        """Whether a reload has replaced the model while a request was rendered: the tokens may be of another vocabulary
-        than that of the engine that would get them."""
-        held = self.models.get(model.name)
-        return held is not None and held.text is not model.text
-
     def effective(self, model: Model, engine: Engine | None) -> Capabilities:
         """What the model can do, on its engine if that is loaded."""
         return self.capabilities.effective(model, None if engine is None else engine.info.capabilities)

@@ -112,8 +112,9 @@ class Preparer:
             make = partial(constrain, request, model, prompts[0].text if prompts else "", structured=structured)
             constraint, dropped = make() if work is None or work.size <= INLINE_BYTES else await work.run(make)
             warnings = (*warnings, *dropped, *_omitted_tools(request, model))
-        if prompts and self._lookup.is_replaced(model):
-            return None
+        held = self._lookup.models.get(model.name)
+        if prompts and held is not None and held.text is not model.text:
+            return None  # the tokens may be of another vocabulary than that of the engine that would get them
         if warnings:
             self._report(warnings)
         reasoning = None

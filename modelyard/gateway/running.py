@@ -27,24 +27,18 @@ class RunningRequest(msgspec.Struct, frozen=True):
 
 
 class RunningRequests:
-    """A stream is here from its start until it is closed. A request whose model calls servers' tools has a stream for
-    all rounds (`ToolRounds`) and, while it generates, one for the round."""
+    """A stream is in `streams` from its start until it is closed. A request whose model calls servers' tools has one
+    for all rounds (`ToolRounds`) and, while it generates, one for the round."""
 
     def __init__(self) -> None:
         self.dedup = RequestDeduplicator()
-        self._streams: set[ChoiceStream | MultiChoiceStream | ToolRounds] = set()
-
-    def add(self, stream: ChoiceStream | MultiChoiceStream | ToolRounds) -> None:
-        self._streams.add(stream)
-
-    def discard(self, stream: ChoiceStream | MultiChoiceStream | ToolRounds) -> None:
-        self._streams.discard(stream)
+        self.streams: set[ChoiceStream | MultiChoiceStream | ToolRounds] = set()
 
     def _generations(self) -> list[ChoiceStream | MultiChoiceStream]:
-        return [stream for stream in self._streams if not isinstance(stream, ToolRounds)]
+        return [stream for stream in self.streams if not isinstance(stream, ToolRounds)]
 
     def _rounds(self) -> list[ToolRounds]:
-        return [stream for stream in self._streams if isinstance(stream, ToolRounds)]
+        return [stream for stream in self.streams if isinstance(stream, ToolRounds)]
 
     def by_trace(self) -> dict[str, RunningRequest]:
         """The requests of this process with their counts so far."""
