@@ -115,8 +115,8 @@ def vllm_model(folder: str) -> dict[str, Any]:
 
 
 async def ct2_paths(stack: AsyncExitStack, folder: str) -> dict[str, RunPath]:
-    from modelyard.engines import ct2
-    from modelyard.engines.ct2.engine import Ct2Engine
+    import modelyard_ct2 as ct2
+    from modelyard_ct2.engine import Ct2Engine
 
     options = ct2.Options(path=folder, device="cpu", intra_threads=1)
     engine = Ct2Engine(EngineSpec("bench", options, {"main": CacheInfo(WINDOW, 8)}))

@@ -1,7 +1,8 @@
 """Plug-ins by name: engines, client protocols and output formats, in this tree or from any installed package.
 
 In the tree the name of a module is the name of the plug-in: `backend = "llama_cpp"` means `modelyard/engines/llama_cpp`
-and its `ENGINE`. Another package adds one with an entry point of the group `modelyard.engines` (an `EnginePlugin`),
+and its `ENGINE`. Another package, such as those in `plugins/`, adds one with an entry point of the group
+`modelyard.engines` (an `EnginePlugin`),
 `modelyard.protocols` (a `WireProtocol`) or `modelyard.formats` (an `OutputFormat`). Both are loaded by the same call.
 """
 
@@ -23,6 +24,9 @@ GROUPS: Final = {
     "protocols": "modelyard.protocols",
     "scanner.formats": "modelyard.formats",
 }
+
+
+_OURS = "modelyard"  # the distribution, which brings some engines as packages of their own
 
 
 class UnknownPlugin(InvalidRequest):
@@ -94,18 +98,22 @@ def load(package: str, name: str) -> Any:
     try:
         module = importlib.import_module(f"modelyard.{package}.{name}")
     except ModuleNotFoundError as error:
-        if (error.name or "").startswith("modelyard"):
-            raise
-        raise MissingLibrary(
-            f"{name} needs the Python package {error.name!r}: install it with pip install 'modelyard[{name}]'"
-        ) from error
+        raise _missing(name, error) from error
     return vars(module)["ENGINE"] if package == "engines" else module
+
+
+def _missing(name: str, error: ModuleNotFoundError) -> Exception:
+    if (error.name or "").startswith("modelyard"):
+        return error
+    return MissingLibrary(
+        f"{name} needs the Python package {error.name!r}: install it with pip install 'modelyard[{name}]'"
+    )
 
 
 @cache
 def _from_outside(package: str, name: str) -> Any:
     points = outside(package)[name]
-    owners = [*(["modelyard"] if name in in_tree(package) else []), *(_owner(point) for point in points)]
+    owners = [*([_OURS] if name in in_tree(package) else []), *(_owner(point) for point in points)]
     if len(owners) > 1:
         raise BrokenPlugin(f"{GROUPS[package]} {name!r} is defined by {' and by '.join(owners)}: uninstall one of them")
     try:
@@ -113,6 +121,8 @@ def _from_outside(package: str, name: str) -> Any:
     except ModelyardError:
         raise
     except Exception as error:  # whatever a stranger's module does when it is imported
+        if owners == [_OURS] and isinstance(error, ModuleNotFoundError):
+            raise _missing(name, error) from error
         reason = f"{type(error).__name__}: {error}"
         raise BrokenPlugin(f"{GROUPS[package]} {name!r} of {owners[0]} cannot be imported: {reason}") from error
     if package == "engines" and not isinstance(found, EnginePlugin):

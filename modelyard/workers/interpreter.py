@@ -12,11 +12,13 @@ import shutil
 import sys
 from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 
 import msgspec
 
 import modelyard
+from modelyard import plugins
 from modelyard.core.errors import InvalidRequest
 from modelyard.processes.child_process import describe_exit
 
@@ -86,17 +88,34 @@ async def _probe(python: str, program: str) -> tuple[tuple[int, int], list[str]]
 
 
 def worker_environment(python: str | None, folder: Path, env: Mapping[str, str]) -> dict[str, str]:
-    """The variables of a worker process. Another interpreter gets a link to this package only: other packages installed
-    here must not shadow its own."""
+    """The variables of a worker process. Another interpreter gets links to this package and to those of engines only:
+    other packages installed here must not shadow its own."""
     if not python:
         return dict(env)
     path = folder / "packages"
     path.mkdir(exist_ok=True)
-    link = path / modelyard.__name__
-    if not link.is_symlink():
-        link.symlink_to(Path(modelyard.__file__).parent, target_is_directory=True)
+    _link(path / modelyard.__name__, Path(modelyard.__file__))
+    lines = ["[modelyard.engines]"]
+    for name, (point, *_) in plugins.outside("engines").items():
+        package = point.module.partition(".")[0]
+        if (found := find_spec(package)) is not None and found.origin is not None:
+            _link(path / package, Path(found.origin))
+            lines.append(f"{name} = {point.value}")
+    # As installed: the other interpreter finds engines by their entry points, too.
+    info = path / "modelyard-0.dist-info"
+    info.mkdir(exist_ok=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: modelyard\nVersion: 0\n")
+    (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
     inherited = env.get("PYTHONPATH")
     return {**env, "PYTHONPATH": f"{path}{os.pathsep}{inherited}" if inherited else str(path)}
+
+
+def _link(link: Path, module: Path) -> None:
+    """To a package, whose file is `__init__.py`, or to a module. It may be there from an earlier start."""
+    is_package = module.name == "__init__.py"
+    link = link if is_package else link.with_name(module.name)
+    if not link.is_symlink():
+        link.symlink_to(module.parent if is_package else module, target_is_directory=is_package)
 
 
 def _unusable(python: str, reason: str) -> InvalidRequest:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import modelyard_ct2 as ct2
 from modelyard.config.load import load_config
-from modelyard.engines import ct2
-from modelyard.engines.ct2.options import IGNORED
 from modelyard.library.convert import QUANTIZATIONS
+from modelyard_ct2.options import IGNORED
 from tests.docs.pages import DOCS, blocks
 
 PAGE = (DOCS / "ct2.md").read_text()

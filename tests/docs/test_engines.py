@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 
+import modelyard_exllamav3 as exllamav3
+import modelyard_litellm as litellm
 from docs.field_tables import field_rows
 from modelyard import plugins
 from modelyard.config.load import load_config
 from modelyard.core.engine import Capabilities
 from modelyard.core.request import Sampling
-from modelyard.engines import exllamav3, litellm, llama_cpp, llama_server, openai_remote, vllm, vllm_serve
+from modelyard.engines import llama_cpp, llama_server, openai_remote, vllm, vllm_serve
 from tests.docs.pages import DOCS, blocks
 
 FILE = DOCS / "engines.md"
@@ -78,7 +80,7 @@ def tables() -> dict[str, list[str]]:
     for module in MODULES:
         hidden = COMMON | (vllm.Options.model_fields.keys() if module is vllm_serve else set())
         fields = {name: info for name, info in module.Options.model_fields.items() if name not in hidden}
-        rows[f"fields {module.__name__.rpartition('.')[2]}"] = list(field_rows(fields))
+        rows[f"fields {module.__name__.rpartition('.')[2].removeprefix('modelyard_')}"] = list(field_rows(fields))
     return rows
 
 

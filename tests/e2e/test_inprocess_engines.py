@@ -10,8 +10,8 @@ import httpx
 import pytest
 from msgspec.structs import replace
 
-from modelyard.engines import exllamav3
-from modelyard.engines.exllamav3.engine import ExllamaEngine
+import modelyard_exllamav3 as exllamav3
+from modelyard_exllamav3.engine import ExllamaEngine
 from tests.engines.ct2.helpers import model_folder
 from tests.engines.exllamav3.fake_library import FakeLibrary
 from tests.engines.exllamav3.helpers import write_model

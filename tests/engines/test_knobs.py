@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from modelyard import engines, plugins
+from modelyard import plugins
 from modelyard.core.engine import AvailableMemory, CacheInfo, EngineSpec
 from modelyard.core.knobs import Setting, Value
 from modelyard.router.settings import CacheSettings, ModelSettings
@@ -20,12 +20,17 @@ GPU = AvailableMemory(8 << 30, {"GPU-1": 8 << 30})
 CPU = AvailableMemory(8 << 30)
 CACHES = {"main": CacheInfo(4096, 4)}
 GOALS = ("chat", "agent", "batch", "memory")
-FOLDER = Path(engines.__path__[0])
-ENGINES = [name for name in plugins.names("engines") if (FOLDER / name / "knobs.py").is_file()]
+
+
+def knobs_name(backend: str) -> str:
+    return f"{plugins.engine(backend).tuning}.knobs"
 
 
 def knobs_module(backend: str) -> Any:
-    return importlib.import_module(f"modelyard.engines.{backend}.knobs")
+    return importlib.import_module(knobs_name(backend))
+
+
+ENGINES = [e for e in plugins.names("engines") if plugins.engine(e).tuning and importlib.util.find_spec(knobs_name(e))]
 
 
 @cache

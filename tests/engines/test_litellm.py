@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
+import modelyard_litellm as litellm
 from modelyard.config.load import load_config
 from modelyard.core.engine import AvailableMemory, CacheInfo, ChatEngine, EngineSpec, MemoryEstimate
 from modelyard.core.errors import (
@@ -26,12 +27,12 @@ from modelyard.core.errors import (
 )
 from modelyard.core.events import BlockDelta, Event, Failed, collect_reply
 from modelyard.core.request import Constraint, Image, Message, Reasoning, Request, Sampling, Text, Tool
-from modelyard.engines import litellm, upstream
-from modelyard.engines.litellm import LiteLlmEngine, Options, completion_arguments
+from modelyard.engines import upstream
 from modelyard.plugins import MissingLibrary
 from modelyard.protocols import openai_chat
 from modelyard.server.model_definition import define_model
 from modelyard.telemetry.request_capture import MemoryCaptureSink, current_capture
+from modelyard_litellm import LiteLlmEngine, Options, completion_arguments
 
 REQUEST = Request(model="any", messages=(Message("user", (Text("Hello"),)),), max_tokens=9)
 
@@ -210,7 +211,7 @@ async def test_cancel_closes_the_stream_of_the_provider(library: ModuleType) -> 
 
 
 def test_missing_library_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("modelyard.engines.litellm.find_spec", lambda _: None)
+    monkeypatch.setattr("modelyard_litellm.find_spec", lambda _: None)
     with pytest.raises(MissingLibrary, match=r"pip install 'modelyard\[litellm\]'"):
         litellm.verify()
     model = {"backend": "litellm", "litellm_model": "openai/gpt"}
@@ -223,7 +224,7 @@ def test_missing_library_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch
 def test_litellm_is_remote_and_holds_no_weights() -> None:
     assert litellm.ENGINE.remote
     assert not litellm.ENGINE.holds_weights
-    assert litellm.estimate(EngineSpec("m", None, {}), AvailableMemory(1)) == MemoryEstimate()
+    assert litellm.ENGINE.estimate(EngineSpec("m", None, {}), AvailableMemory(1)) == MemoryEstimate()
 
 
 # --- requests ---------------------------------------------------------------------------------------------------------

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+import modelyard_litellm as litellm
 from modelyard.core.engine import CacheInfo, EngineSpec
 from modelyard.core.errors import Unavailable
 from modelyard.core.events import Event, Failed, Reply, collect_reply
 from modelyard.core.request import Message, Request, Text, Tool
-from modelyard.engines import litellm
 
 pytestmark = [pytest.mark.litellm, pytest.mark.filterwarnings("ignore")]
 

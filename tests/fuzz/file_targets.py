@@ -19,11 +19,12 @@ from random import Random
 from typing import Any, NamedTuple
 
 import modelyard
+import modelyard_ct2 as ct2
 from modelyard.core.engine import AvailableMemory, CacheInfo, EngineSpec
 from modelyard.core.errors import InvalidRequest
-from modelyard.engines import ct2, llama_cpp
-from modelyard.engines.ct2.model_folder import WEIGHTS
+from modelyard.engines import llama_cpp
 from modelyard.library.gguf import read_contents, read_summary, without_tensors
+from modelyard_ct2.model_folder import WEIGHTS
 from tests.fuzz.explore import DEADLINE_S, Finding, Target
 from tests.fuzz.values import Json, Values, code_words, damaged, shrunk
 from tests.library.files import text

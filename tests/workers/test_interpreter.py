@@ -6,12 +6,14 @@ import os
 import sys
 import venv
 from collections.abc import Callable
+from importlib.metadata import distributions
 from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
 import pytest
 
+from modelyard import plugins
 from modelyard.core.engine import CacheInfo, EngineSpec
 from modelyard.core.errors import InvalidRequest
 from modelyard.engines import fake
@@ -104,12 +106,15 @@ def test_the_environment_of_this_interpreter_is_unchanged(tmp_path: Path) -> Non
     assert interpreter.worker_environment(None, tmp_path, {"PYTHONPATH": "x"}) == {"PYTHONPATH": "x"}
 
 
-def test_another_environment_gets_a_link_to_this_package_only(tmp_path: Path) -> None:
+def test_another_environment_gets_links_to_this_package_and_its_engines_only(tmp_path: Path) -> None:
     for _ in range(2):
         env = interpreter.worker_environment("/other/python", tmp_path, {"PYTHONPATH": "/mine", "HOME": "/me"})
     first, mine = env["PYTHONPATH"].split(os.pathsep)
     assert (mine, env["HOME"]) == ("/mine", "/me")
-    assert [each.name for each in Path(first).iterdir()] == ["modelyard"]
+    linked = {each.name for each in Path(first).iterdir() if each.is_symlink()}
+    assert linked == {"modelyard", "modelyard_ct2", "modelyard_exllamav3", "modelyard_litellm"}
+    found = {point.name for point in next(iter(distributions(path=[first]))).entry_points}
+    assert found == set(plugins.outside("engines"))
 
 
 async def test_an_engine_runs_in_an_environment_without_modelyard(other_interpreter: str) -> None:

@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 from ctranslate2.specs import common_spec, transformer_spec
 
+import modelyard_ct2 as ct2
 from modelyard.core.engine import CacheInfo, Chunk, EngineSpec, Prompt, TokenRun
 from modelyard.core.request import Sampling
-from modelyard.engines import ct2
-from modelyard.engines.ct2.engine import Ct2Engine
-from modelyard.engines.ct2.model_folder import read_vocabulary
 from modelyard.library.convert import convert
 from modelyard.tokenizer.huggingface import HuggingFaceTokenizer
+from modelyard_ct2.engine import Ct2Engine
+from modelyard_ct2.model_folder import read_vocabulary
 from tests.engines.reading import ids
 
 GREEDY = Sampling(temperature=0)

@@ -17,8 +17,8 @@ import pytest
 from modelyard.core.engine import Accepted, CacheInfo, Chunk, Control, End, Media, Prompt, TokenRun, Tokens
 from modelyard.core.errors import Internal, InvalidRequest, ModelyardError, Timeout, Unavailable, Unsupported
 from modelyard.core.request import Constraint, Sampling
-from modelyard.engines.ct2.engine import Ct2Batch, Ct2Engine, Ct2Job, next_batch
-from modelyard.engines.ct2.options import Ct2Options
+from modelyard_ct2.engine import Ct2Batch, Ct2Engine, Ct2Job, next_batch
+from modelyard_ct2.options import Ct2Options
 from tests.engines.ct2.helpers import GREEDY, model_folder, prompt, running, spec, text_of, tiny_folder
 from tests.engines.reading import assert_alike, end, ids, logprobs, read, until
 
@@ -310,7 +310,7 @@ def test_process_that_never_closes_its_engine_exits_cleanly() -> None:
     script = f"""
         import asyncio
         from modelyard.core.engine import CacheInfo, EngineSpec, Prompt, TokenRun
-        from modelyard.engines import ct2
+        import modelyard_ct2 as ct2
 
         async def main():
             options = ct2.Options(path={str(tiny_folder())!r}, device="cpu", intra_threads=1)
@@ -331,7 +331,7 @@ def test_unloading_returns_the_memory_of_the_weights() -> None:
     script = f"""
         import asyncio, psutil
         from modelyard.core.engine import CacheInfo, EngineSpec, Prompt, TokenRun
-        from modelyard.engines import ct2
+        import modelyard_ct2 as ct2
 
         async def cycle():
             options = ct2.Options(path={str(model_folder())!r}, device="cpu", intra_threads=1)

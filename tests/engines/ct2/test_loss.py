@@ -8,8 +8,8 @@ import pytest
 
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.knobs import Loss
-from modelyard.engines.ct2.loss import loss
-from modelyard.engines.ct2.model_folder import WEIGHTS
+from modelyard_ct2.loss import loss
+from modelyard_ct2.model_folder import WEIGHTS
 from tests.engines.ct2.helpers import spec
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+import modelyard_ct2 as ct2
 from modelyard.core.engine import AvailableMemory, CacheInfo, EngineSpec
 from modelyard.core.errors import InvalidRequest, NotFound
-from modelyard.engines import ct2
-from modelyard.engines.ct2.model_folder import find_folder, read_trained_length, read_variables, read_vocabulary
+from modelyard_ct2.model_folder import find_folder, read_trained_length, read_variables, read_vocabulary
 from tests.engines.ct2.helpers import model_folder
 
 SMOLLM2 = {"layers": 30, "width": 576, "vocab": 49152}
@@ -91,7 +91,7 @@ _MEASURE = """
 import asyncio, sys
 from pathlib import Path
 from modelyard.core.engine import AvailableMemory
-from modelyard.engines import ct2
+import modelyard_ct2 as ct2
 from tests.engines.ct2.helpers import CacheInfo, EngineSpec, GREEDY, Prompt, TokenRun
 from tests.engines.reading import read
 

@@ -10,8 +10,8 @@ from pydantic import ValidationError
 
 from modelyard.core.engine import Prompt
 from modelyard.core.request import Sampling
-from modelyard.engines.ct2.options import IGNORED, Ct2Options, generate_arguments
 from modelyard.library import cores
+from modelyard_ct2.options import IGNORED, Ct2Options, generate_arguments
 
 HONOURED = {"temperature", "top_p", "top_k", "repetition_penalty", "beam_size", "min_tokens", "ignore_eos"}
 

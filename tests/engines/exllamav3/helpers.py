@@ -15,13 +15,14 @@ from pathlib import Path
 from shutil import copyfile
 from typing import Any
 
+import modelyard_exllamav3 as exllamav3
 from modelyard.core.engine import CacheInfo, Chunk, EngineSpec, Prompt, TokenRun
 from modelyard.core.request import Sampling
 from modelyard.core.tokenizer import Tokenizer
-from modelyard.engines import exllamav3, fake
-from modelyard.engines.exllamav3 import engine as model
-from modelyard.engines.exllamav3.engine import ExllamaEngine
+from modelyard.engines import fake
 from modelyard.tokenizer.huggingface import HuggingFaceTokenizer
+from modelyard_exllamav3 import engine as model
+from modelyard_exllamav3.engine import ExllamaEngine
 from tests.engines.exllamav3.fake_library import FakeLibrary, in_step_with
 from tests.engines.reading import ids
 

@@ -15,15 +15,16 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+import modelyard_exllamav3 as exllamav3
 from modelyard import plugins
 from modelyard.core.engine import CacheInfo, Control, Media, Progress, TokenRun, Tokens
 from modelyard.core.errors import Internal, InvalidRequest, ModelyardError, Timeout, Unavailable, Unsupported
 from modelyard.core.request import Constraint, Sampling
-from modelyard.engines import exllamav3, generation_queue
-from modelyard.engines.exllamav3 import engine as model_module
-from modelyard.engines.exllamav3.engine import load_library
+from modelyard.engines import generation_queue
 from modelyard.engines.generation_queue import TokenDispatch
 from modelyard.plugins import MissingLibrary
+from modelyard_exllamav3 import engine as model_module
+from modelyard_exllamav3.engine import load_library
 from tests.engines.exllamav3.fake_library import FakeLibrary
 from tests.engines.exllamav3.helpers import N_VOCAB, make, model_folder, prompt, running, spec, text_of, tokenizer
 from tests.engines.reading import accepted, end, ids, logprobs, read, until

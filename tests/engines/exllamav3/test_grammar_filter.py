@@ -10,8 +10,8 @@ import pytest
 
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.request import Constraint
-from modelyard.engines.exllamav3.engine import GrammarFilter, GrammarFilters
-from modelyard.engines.exllamav3.model_folder import read_model_info
+from modelyard_exllamav3.engine import GrammarFilter, GrammarFilters
+from modelyard_exllamav3.model_folder import read_model_info
 from tests.engines.exllamav3.fake_library import tensors
 from tests.engines.exllamav3.helpers import N_VOCAB, model_folder, tokenizer
 

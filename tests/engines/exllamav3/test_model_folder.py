@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+import modelyard_exllamav3 as exllamav3
 from modelyard.core.engine import AvailableMemory, CacheInfo, MemoryEstimate
 from modelyard.core.errors import InvalidRequest, NotFound
-from modelyard.engines import exllamav3
-from modelyard.engines.exllamav3.model_folder import find_folder, read_model_info, read_tokenizer
+from modelyard_exllamav3.model_folder import find_folder, read_model_info, read_tokenizer
 from tests.engines.exllamav3.helpers import CONFIG, N_VOCAB, model_folder, spec, write_model, write_weights
 
 

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
+import modelyard_exllamav3 as exllamav3
 from modelyard.core.engine import CacheInfo, Prompt, TokenRun
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.request import Sampling
-from modelyard.engines import exllamav3
-from modelyard.engines.exllamav3.options import (
+from modelyard_exllamav3.options import (
     IGNORED,
     ExllamaOptions,
     cache_bits,

@@ -13,9 +13,9 @@ import ctranslate2
 import numpy as np
 import pytest
 
+import modelyard_ct2 as ct2
 from modelyard.core.engine import AvailableMemory, EngineSpec
 from modelyard.core.errors import Unsupported
-from modelyard.engines import ct2
 from modelyard.library.convert import convert, writers
 from modelyard.library.gguf import read_contents
 from modelyard.tokenizer.gguf import GgufTokenizer

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from modelyard.engines.exllamav3.engine import ExllamaLibrary
+from modelyard_exllamav3.engine import ExllamaLibrary
 from tests.engines.exllamav3.fake_library import samplers, tensors
 from tests.engines.exllamav3.fake_library.generator import Generator, Job
 from tests.engines.exllamav3.fake_library.model import Cache, Config, Model, Tokenizer

@@ -12,8 +12,8 @@ import numpy.typing as npt
 from modelyard.core.engine import EngineSpec
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.knobs import Loss
-from modelyard.engines.ct2.model_folder import find_folder, read_vocabulary
-from modelyard.engines.ct2.options import Ct2Options
+from modelyard_ct2.model_folder import find_folder, read_vocabulary
+from modelyard_ct2.options import Ct2Options
 
 _CHUNK = 256  # tokens evaluated together, without context before them; 256 MB of logits with large vocabularies
 

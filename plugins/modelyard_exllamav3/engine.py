@@ -44,8 +44,12 @@ from modelyard.core.errors import Internal, InvalidRequest, ModelyardError, Unav
 from modelyard.core.events import Timings
 from modelyard.core.request import Constraint
 from modelyard.core.tokenizer import IdLogprob
-from modelyard.engines.exllamav3.model_folder import ExllamaModelInfo, find_folder, read_model_info, read_tokenizer
-from modelyard.engines.exllamav3.options import (
+from modelyard.engines.generation_queue import TokenDispatch
+from modelyard.engines.grammars import Grammars
+from modelyard.engines.in_process import InProcessJob, ThreadedEngine, warn_about_trained_length
+from modelyard.plugins import MissingLibrary
+from modelyard_exllamav3.model_folder import ExllamaModelInfo, find_folder, read_model_info, read_tokenizer
+from modelyard_exllamav3.options import (
     CAPABILITIES,
     PAGE,
     Arguments,
@@ -58,10 +62,6 @@ from modelyard.engines.exllamav3.options import (
     load_arguments,
     sampler_steps,
 )
-from modelyard.engines.generation_queue import TokenDispatch
-from modelyard.engines.grammars import Grammars
-from modelyard.engines.in_process import InProcessJob, ThreadedEngine, warn_about_trained_length
-from modelyard.plugins import MissingLibrary
 
 log = logging.getLogger(__name__)
 

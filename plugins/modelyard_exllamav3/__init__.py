@@ -15,14 +15,14 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from modelyard.core.engine import Engine, EnginePlugin, EngineSpec
-from modelyard.engines.exllamav3.model_folder import estimate as estimate
-from modelyard.engines.exllamav3.model_folder import find_folder
-from modelyard.engines.exllamav3.options import CAPABILITIES as CAPABILITIES
-from modelyard.engines.exllamav3.options import LIVE_OVERRIDES as LIVE_OVERRIDES
-from modelyard.engines.exllamav3.options import ExllamaOptions as Options
 from modelyard.engines.option_faults import OptionFault, try_options
 from modelyard.plugins import MissingLibrary
 from modelyard.telemetry.system import read_gpus
+from modelyard_exllamav3.model_folder import estimate as estimate
+from modelyard_exllamav3.model_folder import find_folder
+from modelyard_exllamav3.options import CAPABILITIES as CAPABILITIES
+from modelyard_exllamav3.options import LIVE_OVERRIDES as LIVE_OVERRIDES
+from modelyard_exllamav3.options import ExllamaOptions as Options
 
 _NEEDED = ("torch", "exllamav3", "llguidance")
 
@@ -39,7 +39,7 @@ def verify() -> None:
 def create(spec: EngineSpec) -> Engine:
     """Call it on the event loop that reads the engine's generations."""
     verify()
-    from modelyard.engines.exllamav3.engine import ExllamaEngine
+    from modelyard_exllamav3.engine import ExllamaEngine
 
     return ExllamaEngine(spec)
 

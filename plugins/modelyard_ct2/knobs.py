@@ -7,8 +7,8 @@ from typing import get_args
 
 from modelyard.core.engine import AvailableMemory, EngineSpec
 from modelyard.core.knobs import Goal, Knob, Setting, Value
-from modelyard.engines.ct2.options import ComputeType, Ct2Options
 from modelyard.library import cores
+from modelyard_ct2.options import ComputeType, Ct2Options
 
 
 def knobs(spec: EngineSpec, here: AvailableMemory, goal: Goal) -> Iterator[Knob]:

@@ -11,9 +11,9 @@ from msgspec import Struct
 
 from modelyard.core.engine import AvailableMemory, EngineSpec, MemoryEstimate
 from modelyard.core.errors import InvalidRequest
-from modelyard.engines.exllamav3.options import ExllamaOptions, cache_bits, cache_tokens
 from modelyard.engines.hf_folder import CONFIG, read_config, read_json, read_tensors
 from modelyard.library.model_files import locate_model_folder
+from modelyard_exllamav3.options import ExllamaOptions, cache_bits, cache_tokens
 
 _BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
 

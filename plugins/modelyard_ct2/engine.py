@@ -22,10 +22,10 @@ from msgspec.structs import replace
 from modelyard.core.engine import Accepted, Control, EngineInfo, EngineSpec, EngineStats, OnProgress, Prompt, Tokens
 from modelyard.core.errors import ENGINE_DIED, Internal, InvalidRequest, ModelyardError, Unavailable, Unsupported
 from modelyard.core.tokenizer import IdLogprob
-from modelyard.engines.ct2.model_folder import WEIGHTS, find_folder, read_trained_length, read_vocabulary
-from modelyard.engines.ct2.options import CAPABILITIES, Ct2Options, generate_arguments, is_beam_search
 from modelyard.engines.generation_queue import TokenDispatch
 from modelyard.engines.in_process import InProcessEngine, InProcessJob, warn_about_trained_length
+from modelyard_ct2.model_folder import WEIGHTS, find_folder, read_trained_length, read_vocabulary
+from modelyard_ct2.options import CAPABILITIES, Ct2Options, generate_arguments, is_beam_search
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from modelyard.core.engine import AvailableMemory, EngineSpec
 from modelyard.core.knobs import Goal, Knob, Setting, Value
-from modelyard.engines.exllamav3.options import ExllamaOptions
+from modelyard_exllamav3.options import ExllamaOptions
 
 
 def knobs(spec: EngineSpec, here: AvailableMemory, goal: Goal) -> Iterator[Knob]:

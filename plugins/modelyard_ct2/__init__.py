@@ -16,13 +16,13 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from modelyard.core.engine import Engine, EnginePlugin, EngineSpec
-from modelyard.engines.ct2.model_folder import estimate as estimate
-from modelyard.engines.ct2.model_folder import find_folder
-from modelyard.engines.ct2.options import CAPABILITIES as CAPABILITIES
-from modelyard.engines.ct2.options import LIVE_OVERRIDES as LIVE_OVERRIDES
-from modelyard.engines.ct2.options import Ct2Options as Options
 from modelyard.engines.option_faults import OptionFault, try_options
 from modelyard.plugins import MissingLibrary
+from modelyard_ct2.model_folder import estimate as estimate
+from modelyard_ct2.model_folder import find_folder
+from modelyard_ct2.options import CAPABILITIES as CAPABILITIES
+from modelyard_ct2.options import LIVE_OVERRIDES as LIVE_OVERRIDES
+from modelyard_ct2.options import Ct2Options as Options
 
 
 def verify() -> None:
@@ -33,7 +33,7 @@ def verify() -> None:
 def create(spec: EngineSpec) -> Engine:
     """Call it on the event loop that reads the engine's generations."""
     verify()
-    from modelyard.engines.ct2.engine import Ct2Engine
+    from modelyard_ct2.engine import Ct2Engine
 
     return Ct2Engine(spec)
 

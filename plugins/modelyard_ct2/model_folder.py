@@ -13,8 +13,8 @@ from msgspec import Struct
 
 from modelyard.core.engine import AvailableMemory, EngineSpec, MemoryEstimate
 from modelyard.core.errors import InvalidRequest
-from modelyard.engines.ct2.options import Ct2Options
 from modelyard.library.model_files import locate_model_folder
+from modelyard_ct2.options import Ct2Options
 
 WEIGHTS = "model.bin"
 _DTYPES = ("float32", "int8", "int16", "int32", "float16", "bfloat16")
