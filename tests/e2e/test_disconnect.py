@@ -117,7 +117,7 @@ GREEDY: dict[str, Any] = {"temperature": 0}
 
 
 def joined_requests(server: LiveServer) -> float:
-    return sum(server.app.gateway.metrics._joined._series.values())
+    return sum(server.app.gateway.metrics.joined._series.values())
 
 
 def test_a_resend_reads_the_running_reply_and_outlives_the_first_client(

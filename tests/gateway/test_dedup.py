@@ -48,7 +48,7 @@ class Readers:
 
     @property
     def joined(self) -> float:
-        return sum(self.harness.gateway.metrics._joined._series.values())
+        return sum(self.harness.gateway.metrics.joined._series.values())
 
     @property
     def open(self) -> int:
