@@ -23,8 +23,8 @@ from contextlib import suppress
 from datetime import datetime
 from functools import lru_cache
 from itertools import product
-from types import GeneratorType, TracebackType
-from typing import Any
+from types import BuiltinMethodType, GeneratorType, TracebackType
+from typing import Any, cast
 
 from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
 from jinja2.exceptions import TemplateRuntimeError
@@ -32,20 +32,17 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.runtime import Context, LoopContext, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.output_format import RESULTS, Dumps, NamedCalls
 from modelyard.prompt import template_budget
 from modelyard.prompt.template_budget import (
     BUILDING_METHODS,
-    CHECKED_GLOBALS,
-    DICT_ATTRIBUTES,
-    LOOP_ATTRIBUTES,
     MAX_ITEMS,
     MAX_SOURCE,
     BudgetContext,
     BudgetExceeded,
-    FastCodeGenerator,
     Frozen,
     text_size,
     with_budget,
@@ -72,6 +69,13 @@ def _range(*arguments: int) -> range:
     return asked
 
 
+class PlainNamespace(Namespace):
+    """One may contain another any number of times: its text does not show them."""
+
+    def __repr__(self) -> str:
+        return "<namespace>"
+
+
 class GenerationBlocks(Extension):
     """`{% generation %}…{% endgeneration %}` marks generated text for training; here it renders its body."""
 
@@ -83,29 +87,42 @@ class GenerationBlocks(Extension):
         return nodes.Scope(body, lineno=line)
 
 
-class PromptEnvironment(ImmutableSandboxedEnvironment):
-    """`builds`: its templates may change lists and dictionaries. Some keep a queue of call ids in a list."""
+_DICT_ATTRIBUTES = frozenset(dir(dict))
+_LOOP_ATTRIBUTES = frozenset({"first", "last", "index", "index0", "length", "previtem", "nextitem"})
+_TEXT_METHODS = ("endswith", "lower", "lstrip", "rstrip", "split", "startswith", "strip", "title", "upper")
+_SAFE_METHODS = frozenset({*_TEXT_METHODS, "get", "items", "keys", "values"})
+_SAFE_KINDS = (str, dict, Frozen, LoopContext)
 
-    intercepted_binops = frozenset({"*", "**", "%"})
-    code_generator_class = FastCodeGenerator
+
+class PromptEnvironment(ImmutableSandboxedEnvironment):
+    """`builds`: its templates may change lists and dictionaries. Some keep a queue of call ids in a list.
+
+    Most templates consist of `message.role`, `loop.first` and methods such as `strip`. They are safe, and the sandbox
+    takes microseconds for each.
+    """
+
+    intercepted_binops = frozenset({"+", "*", "**", "%"})
     context_class = BudgetContext
     builds = False
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        """Shortcut for `message.role` and `loop.first`, which most templates consist of."""
-        if type(obj) is dict and attribute not in DICT_ATTRIBUTES:
+        kind = type(obj)
+        if kind is dict and attribute not in _DICT_ATTRIBUTES:
             return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
-        if type(obj) is LoopContext and attribute in LOOP_ATTRIBUTES:
-            return getattr(obj, attribute)
+        is_safe = attribute in (_LOOP_ATTRIBUTES if kind is LoopContext else _SAFE_METHODS)
+        if is_safe and kind in _SAFE_KINDS and (found := getattr(obj, attribute, None)) is not None:
+            return found
         return super().getattr(obj, attribute)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805 as in Jinja
-        """Shortcut for macros, which are safe."""
-        if type(__obj) is not Macro:
-            return super().call(__context, __obj, *args, **kwargs)
+        kind = type(__obj)
+        if kind is not Macro and not (kind is BuiltinMethodType and __obj.__name__ in _SAFE_METHODS):
+            return cast(BudgetContext, __context).pay_for(super().call(__context, __obj, *args, **kwargs))
         kwargs.pop("_loop_vars", None)
         kwargs.pop("_block_vars", None)
-        return __obj(__context.eval_ctx, *args, **kwargs)
+        if kind is Macro:  # it has paid for each of its outputs
+            return __obj(__context.eval_ctx, *args, **kwargs)
+        return cast(BudgetContext, __context).pay_for(__obj(*args, **kwargs))
 
     def call_filter(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Filters such as `map` take the name of another."""
@@ -114,13 +131,12 @@ class PromptEnvironment(ImmutableSandboxedEnvironment):
         return super().call_filter(name, *args, **kwargs)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        if operator == "*":
-            template_budget.check_product(left, right)
-        elif operator == "**":
-            template_budget.check_power(left, right)
-        elif isinstance(left, str):
-            template_budget.check_format(left, right, "%")
-        return super().call_binop(context, operator, left, right)
+        if operator == "+" and type(left) is type(right) is str:
+            made = left + right
+        else:
+            template_budget.check_operator(operator, left, right)
+            made = super().call_binop(context, operator, left, right)
+        return cast(BudgetContext, context).pay_for(made)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         if isinstance(obj, str) and attr in template_budget.FORBIDDEN_METHODS:
@@ -151,7 +167,7 @@ _plain_json = json.JSONEncoder(ensure_ascii=False).encode
 def with_json(value: dict[str, Any], text: str) -> Frozen:
     """`text` is the value's JSON text."""
     made = Frozen(value)
-    made._json = text
+    made.__json__ = text
     return made
 
 
@@ -171,10 +187,10 @@ def tojson(
     if type(value) is not Frozen:
         return _json_with_frozen(value) if _holds_frozen(value) else _plain_json(value)
     try:
-        return value._json
+        return value.__json__
     except AttributeError:
-        value._json = _plain_json(value)
-        return value._json
+        value.__json__ = _plain_json(value)
+        return value.__json__
 
 
 def _holds_frozen(value: Any) -> bool:
@@ -212,7 +228,7 @@ def environment(*, builds: bool = False) -> PromptEnvironment:
     for name in template_budget.REMOVED_FILTERS:
         del made.filters[name]
     del made.globals["lipsum"]  # unbounded output
-    made.globals |= {"raise_exception": raise_exception, "range": _range}
+    made.globals |= {"raise_exception": raise_exception, "range": _range, "namespace": PlainNamespace}
     return made
 
 
@@ -284,7 +300,7 @@ class ChatTemplate:
 
     def render(self, variables: Mapping[str, Any]) -> str:
         variables = self._with_functions(variables) if self._takes_functions else dict(variables)
-        context = BudgetContext(self._environment, self._fixed, variables=variables)
+        context = self._template.new_context({**self._fixed, **variables}, shared=True)
         try:
             return _join_limited(self._template.root_render_func(context))
         except TemplateRaised as error:
@@ -318,7 +334,13 @@ _INTERNAL = re.compile(  # classes, and the functions of filters and methods
     r"\b(?:jinja2|modelyard)\.(?:\w+\.)*(\w+)|\b(Frozen|FrozenList|NoneType|Undefined)\b"
     r"|[\w.<>]+\(\)(?= (?:got|missing|takes)\b)"
 )
-_PLAIN = {"Frozen": "dict", "FrozenList": "list", "LoopContext": "loop", "NoneType": "none"}
+_PLAIN = {
+    "Frozen": "dict",
+    "FrozenList": "list",
+    "LoopContext": "loop",
+    "NoneType": "none",
+    "PlainNamespace": "namespace",
+}
 
 
 def _in_plain_words(error: Exception) -> str:
@@ -340,10 +362,7 @@ def _compile(source: str) -> tuple[frozenset[str], PromptEnvironment, Template]:
     words = frozenset(_words(tree))
     builds = not words.isdisjoint(BUILDING_METHODS)
     chosen = _building_environment if builds else _environment
-    template = chosen.from_string(with_budget(tree, template_budget.DIRECT_METHODS, builds=builds))
-    if builds:
-        template.root_render_func.__globals__.update(CHECKED_GLOBALS)
-    return words, chosen, template
+    return words, chosen, chosen.from_string(with_budget(tree, builds=builds))
 
 
 def _join_limited(chunks: Iterator[str]) -> str:

@@ -85,6 +85,7 @@ def growing(start: str, step: str, then: str = "") -> str:
         growing("['x']", "[ns.x, ns.x]"),
         growing("{}", "dict(a=ns.x, b=ns.x)"),
         doubled("{% set a = ['x'] %}{% set b = ['x'] %}", "{% set a = [a, a] %}{% set b = [b, b] %}", "{{ a == b }}"),
+        doubled("{% set x = namespace(a=[1]) %}", "{% set x = dict(a=x, b=[x, x]) %}", "{{ x }}"),
         growing("[]", "[ns.x, ns.x]", "{% set _ = ns.x.append(ns.x) %}"),
         "{% set a = [1] %}{% for n in a %}{% set _ = a.append(n) %}{% endfor %}",
         "{% set a = [1] %}{% for n in range(99) %}{% set _ = a.extend(a) %}{% endfor %}",
@@ -210,6 +211,11 @@ def test_what_is_put_into_a_collection_does_not_change_any_more() -> None:
 def test_a_template_cannot_pay_itself() -> None:
     with pytest.raises(TemplateFailed, match="No filter named 'budget pay'"):
         render("{{ [-1000000000] | map('budget pay') | list }}")
+
+
+def test_a_namespace_shows_nothing_of_those_inside_it() -> None:
+    source = doubled("{% set x = namespace() %}", "{% set x = namespace(a=x, b=x) %}", "{{ x }}{{ [x] }}")
+    assert render(source) == "<namespace>[<namespace>]"
 
 
 def test_the_size_of_a_collection_is_that_of_its_text() -> None:
