@@ -111,7 +111,7 @@ format: install ## format the code and apply the linter's fixes
 architecture: install ## update the package tree in ARCHITECTURE.md from the docstrings
 	$(BIN)/python docs/tree.py --write
 
-bench: install ## compare the gateway with LiteLLM (installed on demand)
+bench: install ## compare the gateway with LiteLLM and smg (installed on demand)
 	$(BIN)/python bench/gateway.py $(ARGS)
 
 bench-engine: install ## compare the llama.cpp engine with llama-server (fetched on demand, on Debian)

@@ -6,7 +6,6 @@ a model's format, as token ids.
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 import re
@@ -237,72 +236,123 @@ def _number(schema: Schema, is_integer: bool) -> float | int:
 
 # --- regular expressions ----------------------------------------------------------------------------------------------
 
-_parser: Any = importlib.import_module("re._parser")
-_compiler: Any = importlib.import_module("re._compiler")
 _LETTERS, _OTHERS = range(97, 123), (range(32, 0x3000), range(32))  # code points
 _SURROGATES = range(0xD800, 0xE000)
 _MAX_SAMPLE = 100_000  # characters
 _SHOWN_CHARS = 200  # of a pattern in an error
+# `re.compile` takes 10 ms for a class with characters beyond these 256. Which ones they are makes no pattern invalid.
+_FAR_CHARACTER = re.compile(r"\\u[0-9a-fA-F]{4}|\\U[0-9a-fA-F]{8}|[^\0-\xff]")
+_CLASS = re.compile(r"\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
+_REPEAT = re.compile(r"(?:([*?+])|\{(?=[\d,])(\d*)(?:,\d*)?\})[?+]?")
+_CODE = r"x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})"
+_ESCAPE = re.compile(rf"\\(?:{_CODE}|(0[0-7]{{0,2}}|[0-3][0-7]{{2}})|([1-9]\d?)|(.))", re.DOTALL)
+_NAMED = re.compile(rf"\\(?:{_CODE})|(.)", re.DOTALL)
+_CONTROLS = {"a": "\a", "f": "\f", "n": "\n", "r": "\r", "t": "\t", "v": "\v"}
+_EMPTY_GROUP = re.compile(r"\(\?(?:#[^)]*|[a-zA-Z]+)\)")  # a comment, or flags for all
+_NAMED_REFERENCE = re.compile(r"\(\?P=(\w+)\)")
+_GROUP = re.compile(r"\((?:\?(?:P<(\w+)>|(<?[=!])|\(\w+\)|>|[a-zA-Z-]*:))?")
 
 
 def regex_sample(pattern: str) -> str:
-    """Returns a short text that the pattern matches. It uses the parser of `re`, so it understands every pattern that
-    `re` does; it ignores look-arounds."""
+    """Returns a short text that the pattern matches. It ignores look-arounds."""
     try:
-        return _sample(_parser.parse(pattern), {})
+        flags = re.compile(_FAR_CHARACTER.sub("\xff", pattern)).flags
+        return _RegexSampler(pattern, bool(flags & re.VERBOSE)).first_branch()
     except (re.error, RecursionError, OverflowError) as error:
         message = f"{pattern[:_SHOWN_CHARS]!r} is not a regular expression that can be read: {error}"
         raise InvalidRequest(message, code="invalid_regex") from None
 
 
-def _sample(parsed: Any, groups: dict[int, str]) -> str:
-    out: list[str] = []
-    for node in parsed:
-        match str(node[0]), node[1]:
-            case "LITERAL", code:
-                out.append(chr(code))
-            case "ANY" | "IN" | "NOT_LITERAL", _:
-                out.append(_character(parsed, node))
-            case "MAX_REPEAT" | "MIN_REPEAT" | "POSSESSIVE_REPEAT", (least, _, repeated):
-                text = _sample(repeated, groups)
+class _RegexSampler:
+    """Reads a pattern that `re` accepts, from left to right."""
+
+    def __init__(self, pattern: str, is_verbose: bool) -> None:
+        self._pattern, self._is_verbose, self._at = pattern, is_verbose, 0
+        self._groups: dict[str, str] = {}
+        self._count = 0
+
+    def first_branch(self) -> str:
+        """Of those up to the end of the group; the others are only read."""
+        first, groups = self._sequence(), self._groups.copy()
+        while self._pattern[self._at : self._at + 1] == "|":
+            self._at += 1
+            self._sequence()
+        self._groups = groups
+        return first
+
+    def _sequence(self) -> str:
+        out: list[str] = []
+        while self._at < len(self._pattern) and self._pattern[self._at] not in "|)":
+            text = self._atom()
+            if (found := self._take(_REPEAT)) is not None:
+                least = int(found[2] or 0) if found[1] is None else int(found[1] == "+")
                 if len(text) * least > _MAX_SAMPLE:
                     raise InvalidRequest(
                         "a match of the regular expression is too long to generate", code="invalid_regex"
                     )
-                out.append(text * int(least))
-            case "SUBPATTERN", (group, _, _, inner):
-                groups[group] = _sample(inner, groups)
-                out.append(groups[group])
-            case "BRANCH", (_, branches):
-                out.append(_sample(branches[0], groups))
-            case "ATOMIC_GROUP", inner:
-                out.append(_sample(inner, groups))
-            case "GROUPREF", group:
-                out.append(groups.get(group, ""))
-    return "".join(out)
+                text *= least
+            out.append(text)
+        return "".join(out)
+
+    def _take(self, expected: re.Pattern[str]) -> re.Match[str] | None:
+        if (found := expected.match(self._pattern, self._at)) is not None:
+            self._at = found.end()
+        return found
+
+    def _atom(self) -> str:
+        if (found := self._take(_CLASS)) is not None:
+            return _character(found[0])
+        if (found := self._take(_ESCAPE)) is not None:
+            return self._escape(found)
+        if self._take(_EMPTY_GROUP) is not None:
+            return ""
+        if (found := self._take(_NAMED_REFERENCE)) is not None:
+            return self._groups.get(found[1], "")
+        if (found := self._take(_GROUP)) is not None:
+            return self._group(found)
+        char = self._pattern[self._at]
+        self._at += 1
+        if self._is_verbose and (char.isspace() or char == "#"):
+            self._at = self._at if char != "#" else (self._pattern + "\n").index("\n", self._at)
+            return ""
+        return _character(".") if char == "." else char.strip("^$")
+
+    def _group(self, found: re.Match[str]) -> str:
+        names = [found[1]] if found[1] is not None else []
+        if names or found[0] == "(":
+            self._count += 1
+            names.append(str(self._count))
+        text = self.first_branch()
+        self._at += 1  # the bracket
+        self._groups |= dict.fromkeys(names, text)
+        return "" if found[2] is not None else text
+
+    def _escape(self, found: re.Match[str]) -> str:
+        if (code := found[1] or found[2] or found[3]) is not None:
+            return chr(int(code, 16))
+        if found[4] is not None:
+            return chr(int(found[4], 8))
+        if found[5] is not None:
+            return self._groups.get(found[5], "")
+        if found[6] in "dDwWsS":
+            return _character(found[0])
+        return "" if found[6] in "AZbB" else _CONTROLS.get(found[6], found[6])
 
 
-def _character(parsed: Any, node: Any) -> str:
-    """Returns a character that the node matches, a letter if it can."""
-    one = _compiler.compile(_parser.SubPattern(parsed.state, [node]))
-    found: str | None = next(filter(one.match, map(chr, chain(_LETTERS, _named(node), *_OTHERS))), None)
+@lru_cache(maxsize=256)
+def _character(one: str) -> str:
+    """Returns a character that the class matches, a letter if it can."""
+    found = next(filter(re.compile(one).match, map(chr, chain(_LETTERS, _named(one), *_OTHERS))), None)
     if found is None:
         raise InvalidRequest("a part of the regular expression matches no character", code="invalid_regex")
     return found
 
 
-def _named(node: Any) -> Iterator[int]:
-    """Yields the code points that begin and end the parts of a character class: it or its opposite begins there."""
-    parts = node[1] if str(node[0]) == "IN" else [node]
-    for kind, value in parts:
-        match str(kind), value:
-            case "LITERAL" | "NOT_LITERAL", int():
-                ends = (value, value)
-            case "RANGE", (int(low), int(high)):
-                ends = (low, high)
-            case _:
-                continue
-        yield from (c for c in (ends[0], ends[1] + 1, ends[0] - 1) if 0 <= c < 0x110000 and c not in _SURROGATES)
+def _named(one: str) -> Iterator[int]:
+    """Yields the code points in a character class and beside them: it or its opposite begins there."""
+    for found in _NAMED.finditer(one):
+        code = ord(found[4]) if found[4] is not None else int(found[1] or found[2] or found[3], 16)
+        yield from (c for c in (code, code + 1, code - 1) if 0 <= c < 0x110000 and c not in _SURROGATES)
 
 
 # --- raw model output -------------------------------------------------------------------------------------------------
