@@ -55,7 +55,7 @@ def is_private_module(name: str) -> bool:
 
 def found_in_source(text: str) -> Iterator[tuple[int, str]]:
     tree = ast.parse(text)
-    foreign = set(foreign_names(tree))
+    foreign, own = set(foreign_names(tree)), set(of_another_instance(tree))
     for node in ast.walk(tree):
         match node:
             case ast.Import(names=names):
@@ -67,7 +67,8 @@ def found_in_source(text: str) -> Iterator[tuple[int, str]]:
             case ast.Constant(value=str(value)) if re.fullmatch(r"\w+(\.\w+)+", value) and is_private_module(value):
                 yield node.lineno, value
             case ast.Attribute(value=owner, attr=name) if is_private(name) and not is_own_object(owner):
-                yield node.lineno, ast.unparse(node)
+                if node not in own:
+                    yield node.lineno, ast.unparse(node)
             case ast.Attribute(attr="__globals__" | "__code__" | "__closure__"):
                 yield node.lineno, ast.unparse(node)
             case ast.Call(func=ast.Name(id="getattr" | "setattr" | "hasattr" | "delattr"), args=[owner, name, *_]):
@@ -85,6 +86,16 @@ def found_in_source(text: str) -> Iterator[tuple[int, str]]:
 
 def is_own_object(node: ast.expr) -> bool:
     return ast.unparse(node) in ("self", "cls", "super()")
+
+
+def of_another_instance(tree: ast.Module) -> Iterator[ast.Attribute]:
+    """In a class, `other._x` of a local variable, where the class has an `_x` of its own."""
+    for cls in ast.walk(tree):
+        if isinstance(cls, ast.ClassDef):
+            defined, _ = names_in(cls)
+            for node in ast.walk(cls):
+                if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.attr in defined:
+                    yield node
 
 
 def foreign_names(tree: ast.Module) -> Iterator[str]:
@@ -123,12 +134,17 @@ def package_of(cls: type) -> str:
 
 @cache
 def names_of(cls: type) -> tuple[frozenset[str], frozenset[str]]:
-    """The private names that a class defines, itself or in its methods, and those that its methods read."""
-    defined, read = set[str](), set[str]()
+    """Those of `names_in`. A class without a source has those of its attributes."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
     except (OSError, TypeError, SyntaxError):  # of C, or made while the program runs
         return frozenset(filter(is_private, vars(cls))), frozenset()
+    return names_in(tree)
+
+
+def names_in(tree: ast.AST) -> tuple[frozenset[str], frozenset[str]]:
+    """The private names that a class defines, itself or in its methods, and those that its methods read."""
+    defined, read = set[str](), set[str]()
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and is_private(node.name):
             defined.add(node.name)
@@ -189,7 +205,13 @@ def test_a_line_that_reaches_into_another_library_is_found(line: str) -> None:
 
 @pytest.mark.parametrize(
     "line",
-    ["self._x = cls._y", "from modelyard.scanner.formats._common import regions", "os._exit(1)", "point._replace(x=1)"],
+    [
+        "self._x = cls._y",
+        "class A:\n    def _x(self, other):\n        return other._x()",
+        "from modelyard.scanner.formats._common import regions",
+        "os._exit(1)",
+        "point._replace(x=1)",
+    ],
 )
 def test_what_is_own_or_documented_is_not(line: str) -> None:
     assert not list(found_in_source(line))
