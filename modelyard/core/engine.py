@@ -407,9 +407,10 @@ class EnginePlugin(Struct, frozen=True, kw_only=True):
     faults: Callable[[EngineSpec], Iterable[tuple[str, str]]] = _no_faults
     # Why it did not open, from the last lines of its process.
     explain: Callable[[ModelyardError, Sequence[str]], ModelyardError] | None = None
-    # For `modelyard optimize`: a package with `knobs` (what may be changed, `current`, `fitted`: what the engine's own
-    # program would set), and optionally `bench` and `loss`.
+    # For `modelyard optimize`: a package with the module `knobs` (`core/knobs.py`), and optionally `bench` and `loss`;
+    # and whether `knobs.fitted(spec)` tells what the engine's own program would set on a machine with GPUs.
     tuning: str | None = None
+    has_fitted: bool = False
 
     def kind_of(self, options: object) -> Literal["text", "chat"]:
         kind: Literal["text", "chat"] = getattr(options, "kind", self.kind)

@@ -44,23 +44,14 @@ def define_model(entry: ModelEntry) -> Model:
         translates = _translates(settings, text)
         capabilities = _capabilities(settings, module, options)
     except ModelyardError as error:
-        return _model(entry, "text", fault=error, notes=[*notes, ("fault", error.message)])
-    recommended = _recommended_sampling(module, options, notes)
-    model = _model(
-        entry,
-        kind,
-        text,
-        module.remote,
-        translates=translates,
-        capabilities=capabilities,
-        file=recommended,
-        notes=notes,
-    )
+        return _model(entry, kind="text", fault=error, notes=(*notes, ("fault", error.message)))
+    known: dict[str, Any] = {"kind": kind, "text": text, "translates": translates, "capabilities": capabilities}
     if capabilities is not None and "modalities" not in settings.model_fields_set:
-        model = replace(model, modalities=capabilities.modalities)
-    if len(model.modalities) > 1 and module.count_media is not None:
-        model = replace(model, count_media=partial(_count_media, module.count_media, options, settings.python))
-    return model
+        known["modalities"] = capabilities.modalities
+    if len(known.get("modalities", settings.modalities)) > 1 and module.count_media is not None:
+        known["count_media"] = partial(_count_media, module.count_media, options, settings.python)
+    recommended = _recommended_sampling(module, options, notes)
+    return _model(entry, recommended, remote=module.remote, notes=tuple(notes), **known)
 
 
 def _count_media(count: Any, options: Any, python: str | None, media: Sequence[Media]) -> list[int]:
@@ -90,7 +81,7 @@ def define_later(entry: ModelEntry, held: LibraryModel) -> Model:
         module = plugins.engine(entry.backend)
         kind = module.kind_of(engine_options(settings))
     except ModelyardError as error:
-        return _model(entry, "text", fault=error)
+        return _model(entry, kind="text", fault=error)
     expected = replace(
         UNKNOWN_ENGINE,
         generates=held.task == "chat",
@@ -100,8 +91,7 @@ def define_later(entry: ModelEntry, held: LibraryModel) -> Model:
         thinking_modes=THINKING_MODES if held.switches_thinking else THINKING_MODES[:1],
         infill=False,
     )
-    model = _model(entry, kind, remote=module.remote, capabilities=expected)
-    return replace(model, define=lambda: define_model(entry))
+    return _model(entry, remote=module.remote, kind=kind, capabilities=expected, define=lambda: define_model(entry))
 
 
 def trial_fault(model: Model) -> ModelyardError | None:
@@ -136,31 +126,15 @@ def _translates(settings: ModelSettings, text: TextPipeline | None) -> bool:
     return settings.prompt_format is not None and SOURCE in builtin(settings.prompt_format)
 
 
-def _model(
-    entry: ModelEntry,
-    kind: Any,
-    text: TextPipeline | None = None,
-    remote: bool = False,
-    fault: ModelyardError | None = None,
-    translates: bool = False,
-    capabilities: Capabilities | None = None,
-    file: Sampling = DEFAULT_SAMPLING,
-    notes: Sequence[tuple[str, str]] = (),
-) -> Model:
+def _model(entry: ModelEntry, file: Sampling = DEFAULT_SAMPLING, *, remote: bool = False, **known: Any) -> Model:
     """`file`: what its file recommends, for what the settings do not set."""
     configured = entry.sampling.over(file)
     return Model(
         entry=entry,
-        kind=kind,
         remote=remote,
-        text=text,
         sampling=configured if remote else with_default_sampling(configured),
         configured_sampling=configured,
-        modalities=tuple(entry.settings.modalities),
-        translates=translates,
-        capabilities=capabilities,
-        fault=fault,
-        notes=tuple(notes),
+        **{"modalities": tuple(entry.settings.modalities)} | known,
     )
 
 

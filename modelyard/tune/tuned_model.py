@@ -78,7 +78,8 @@ class TunedModel:
     @functools.cached_property
     def fitted(self) -> Setting | None:
         """What llama.cpp's own program would set: it fits layers to GPUs. None without GPUs or without the program."""
-        found: dict[str, Value] | None = self._module.fitted(self._spec(self.config)) if self._machine.gpus else None
+        can_fit = self._machine.gpus and plugins.engine(self.backend).has_fitted
+        found: dict[str, Value] | None = self._module.fitted(self._spec(self.config)) if can_fit else None
         return None if found is None or not found.keys() & self.knobs.keys() else self.default.but(found)
 
     @property

@@ -46,8 +46,3 @@ def forbids(setting: Setting) -> str | None:
     if threads > 1 and batches * threads > cores.logical():
         return "more threads than the machine has cores"
     return None
-
-
-def fitted(spec: EngineSpec) -> None:
-    """There is no program that fits settings to this machine."""
-    del spec

@@ -29,8 +29,3 @@ def current(spec: EngineSpec, cache: str) -> dict[str, Value]:
 def forbids(setting: Setting) -> str | None:
     del setting
     return None
-
-
-def fitted(spec: EngineSpec) -> None:
-    """There is no program that fits settings to this machine."""
-    del spec

@@ -2,13 +2,13 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
+from msgspec.structs import replace
 
 from modelyard import plugins
 from modelyard.config.problems import ConfigError
-from tests.config.conftest import Loader, ToyOptions
+from tests.config.conftest import Loader
 
 BASE = """
 [models.m]
@@ -90,7 +90,8 @@ def test_names_of_types_and_templates_are_accepted_as_people_write_them(toml: Lo
 
 
 def test_a_type_that_the_engine_does_not_use_is_a_warning(toml: Loader, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plugins, "load", lambda package, name: SimpleNamespace(Options=ToyOptions))
+    toy = replace(plugins.engine("toy"), kv_types=None)
+    monkeypatch.setattr(plugins, "load", lambda package, name: toy)
     (problem,) = toml('[models.o]\nbackend = "toy"\ntype_k = "f16"').problems
     assert (problem.path, problem.level) == ("models.o.type_k", "warning")
 

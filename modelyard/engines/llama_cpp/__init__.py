@@ -132,4 +132,5 @@ ENGINE = EnginePlugin(
     estimate=estimate,
     faults=faults,
     tuning=__name__,
+    has_fitted=True,
 )

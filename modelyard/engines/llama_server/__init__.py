@@ -115,4 +115,5 @@ ENGINE = EnginePlugin(
     estimate=estimate,
     faults=faults,
     tuning=__name__,
+    has_fitted=True,
 )

@@ -54,8 +54,3 @@ def forbids(setting: Setting) -> str | None:
     if seqs > int(values.get("vllm_max_num_batched_tokens", seqs)):
         return "every request computes at least one token per step"
     return None
-
-
-def fitted(spec: EngineSpec) -> None:
-    """There is no program that fits settings to this machine."""
-    del spec

@@ -24,8 +24,3 @@ def default_step(gpu: GpuMemory) -> int:
     if gpu.total >= 160 * _GIB:
         return 16384
     return 8192 if gpu.total >= 70 * _GIB and "a100" not in gpu.name.lower() else DEFAULT_BATCHED_TOKENS
-
-
-def fitted(spec: EngineSpec) -> None:
-    """There is no program that fits settings to this machine."""
-    del spec
