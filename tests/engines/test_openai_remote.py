@@ -131,7 +131,7 @@ async def test_remote_engine_is_a_chat_engine_without_memory() -> None:
     assert "top_k" in remote.info.capabilities.ignored
     assert "temperature" not in remote.info.capabilities.ignored
     spec = EngineSpec("m", None, {})
-    assert openai_remote.estimate(spec, AvailableMemory(1)) == MemoryEstimate()
+    assert openai_remote.ENGINE.estimate(spec, AvailableMemory(1)) == MemoryEstimate()
     await remote.close()
 
 
