@@ -33,14 +33,15 @@ def data_of(tmp_path: Path) -> dict[str, str]:
 # A plug-in that ends its process while its model is loaded, as a fault of a native library does.
 DYING = """
 import os
+from msgspec.structs import replace
 from modelyard.engines import fake
-from modelyard.engines.fake import *
-from modelyard.engines.fake import CAPABILITIES, HOLDS_WEIGHTS, KIND, LIVE_OVERRIDES, Options, PROMPT_FORMAT, estimate
 
 def create(spec):
     if os.path.exists(os.environ["DEADLY"]):
         os.abort()
     return fake.create(spec)
+
+ENGINE = replace(fake.ENGINE, create=create)
 """
 PLUG_IN = "import sys, os, modelyard.engines; modelyard.engines.__path__.append(os.path.dirname(__file__))"
 
