@@ -18,7 +18,7 @@ import pytest
 
 from modelyard import libllama
 from modelyard.core.output_format import OutputFormat
-from modelyard.core.tokenizer import IdLogprob
+from modelyard.core.tokenizer import IdLogprob, Piece
 from modelyard.scanner.formats import load, names
 from modelyard.tokenizer.gguf import GgufTokenizer
 from tests.corpus import CORPUS
@@ -26,6 +26,7 @@ from tests.scanner.helpers import text_of
 from tests.scanner.test_cases import CASES, _cuts_a_marker, _expected, _options, _quotations, _summary
 from tests.scanner.vocabulary_tokens import (
     CUTS,
+    SPELLINGS,
     Result,
     Turn,
     VocabularyTokens,
@@ -34,6 +35,7 @@ from tests.scanner.vocabulary_tokens import (
     quote_in_arguments,
     quote_in_prose,
     spelled,
+    spelling,
     thinks,
     write_call,
 )
@@ -53,7 +55,7 @@ LOSSY = {
     "ernie-4.5": "a space after each digit, which is an added token",
     "ernie-4.5.gguf": "a space after each digit, which is an added token",
 }
-OTHERS = 3  # formats of other families for each vocabulary
+OTHERS = 1  # formats of other families for each vocabulary, with all cuts; the product below has every pair
 counts: Counter[str] = Counter()
 
 
@@ -71,6 +73,25 @@ class Opened(VocabularyTokens):
         first = [*VOCABULARIES].index(self.name) * OTHERS
         others = [names()[at % len(names())] for at in range(first, first + OTHERS)]
         return tuple(dict.fromkeys((*self.vocabulary.formats, *others)))
+
+    @cached_property
+    def between(self) -> str:
+        """What separates the texts of a document."""
+        return "\n\n" if self.spells(self.encode("\n\n"), "\n\n") else "-"
+
+    @cached_property
+    def parts(self) -> tuple[dict[str, list[Piece]], ...]:
+        """The texts in every spelling of arguments, those that the vocabulary can spell so."""
+        found: list[dict[str, list[Piece]]] = []
+        for spell in SPELLINGS:
+            found.append({})
+            for text in (self.between, *self.exact):
+                written = spell(text)
+                is_plain = any(control in written for control in self.control)
+                ids = self.encode_plain(written) if is_plain else self.encode(written)
+                if self.spells(ids, written):
+                    found[-1][text] = self.joined(ids)
+        return tuple(found)
 
     def library_text(self, ids: Sequence[int]) -> str:
         """What llama.cpp or the tokenizers library itself makes of the tokens."""
@@ -246,6 +267,50 @@ def test_an_argument_is_sent_as_it_was_written(opened: Opened) -> None:
     _assert_right(("argument", result))
 
 
+# --- every vocabulary with every format -------------------------------------------------------------------------------
+
+
+def _compose(opened: Opened, format: str, kind: str) -> tuple[str, str, list[Piece]] | None:
+    """A turn with the corpus as text, reasoning or argument, in pieces: the text, the raw turn and its pieces."""
+    form, way = load(format), spelling(format) if kind == "argument" else 0
+    markers = (*form.markers, *form.inner_markers)
+    texts = [
+        text for text in opened.exact if text in opened.parts[way] and not any(marker in text for marker in markers)
+    ]
+    text = opened.between.join(texts)
+    if kind == "argument":
+        raw, payload = write_call(format, text) or "", SPELLINGS[way](text)
+    else:
+        raw, payload = write_turn(format, *((text, "So.") if kind == "thinking" else ("", text)), []), text
+    before, _, after = raw.partition(payload)
+    pieces = [piece for text in texts for piece in (*opened.parts[way][opened.between], *opened.parts[way][text])]
+    pieces = pieces[len(opened.parts[way][opened.between]) :]
+    head, tail = (opened.pieces(opened.encode_marked(part, markers)) for part in (before, after))
+    made = [*head, *pieces, *tail]
+    return (text, raw, made) if raw and "".join(piece.text for piece in made) == raw else None
+
+
+def test_every_format_keeps_text_reasoning_and_arguments(opened: Opened) -> None:
+    """The whole product. Runs of ordinary tokens are one piece here: the scanner sees only their text, and that cuts
+    inside of it change nothing is tested above and for each format; a marker, an added token and a control token is a
+    piece of its own."""
+    result = Result()
+    for format in names() if opened.exact else ():
+        form = load(format)
+        for kind in ("text", *(["thinking"] if thinks(form) else []), *(["argument"] if format in WRITERS else [])):
+            made = _compose(opened, format, kind)
+            if made is None:
+                result.left_out["a turn that the vocabulary cannot spell"] += 1
+                continue
+            text, _, pieces = made
+            blocks = opened.scan(form, pieces, CUTS[(result.checked + len(opened.name)) % len(CUTS)])
+            result.checked += 1
+            shown = text_of(blocks, kind) if kind != "argument" else ""
+            if not (is_call(blocks, text) if kind == "argument" else shown == text):
+                result.wrong.append((format, kind, difference(shown, text), blocks[:1]))
+    _assert_right(("product", result))
+
+
 # --- the family's own markup ------------------------------------------------------------------------------------------
 
 
@@ -317,6 +382,15 @@ def test_a_case_reads_the_same_in_the_tokens_of_its_family(opened: Opened) -> No
 
 def test_the_counts_are_those_of_a_gate() -> None:
     """The last test of the file: what rules leave out is the lesser part."""
-    checked = {"text", "thinking", "argument", "markup in arguments", "markup in prose", "added tokens", "cases"}
+    checked = {
+        "product",
+        "text",
+        "thinking",
+        "argument",
+        "markup in arguments",
+        "markup in prose",
+        "added tokens",
+        "cases",
+    }
     done = sum(count for what, count in counts.items() if what in checked)
     assert done > 2 * (counts.total() - done), counts

@@ -9,7 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, cached_property, partial
-from itertools import product, takewhile
+from itertools import groupby, product, takewhile
 from typing import Any
 
 from modelyard.core.events import Event
@@ -93,6 +93,14 @@ class VocabularyTokens:
         detokenizer = self.tokenizer.detokenizer()
         return [piece for id in ids for piece in detokenizer.feed([id])] + detokenizer.finish()
 
+    def joined(self, ids: Iterable[int]) -> list[Piece]:
+        """Runs of ordinary tokens as one piece: what is left of a token is its flags."""
+        found: list[Piece] = []
+        for (special, added), run in groupby(self.pieces(ids), key=lambda piece: (piece.special, piece.added)):
+            texts = [piece.text for piece in run]
+            found += [Piece(t, special, -1, None, added) for t in (texts if special or added else ["".join(texts)])]
+        return found
+
     def spells(self, ids: Sequence[int], text: str) -> bool:
         return "".join(piece.text for piece in self.pieces(ids)) == text
 
@@ -173,10 +181,25 @@ def write_call(format: str, value: str) -> str | None:
         return None
 
 
+SPELLINGS: tuple[Callable[[str], str], ...] = (
+    str,
+    lambda value: json.dumps(value, ensure_ascii=False)[1:-1],
+    lambda value: json.dumps(value)[1:-1],
+    lambda value: repr(value)[1:-1],
+)
+
+
 def spelled(raw: str, value: str) -> str:
     """The value as the format spells it: unchanged, or as JSON or Python do."""
-    ways = (value, json.dumps(value, ensure_ascii=False)[1:-1], json.dumps(value)[1:-1], repr(value)[1:-1])
-    return next(way for way in ways if raw.count(way) == 1)
+    return next(spell(value) for spell in SPELLINGS if raw.count(spell(value)) == 1)
+
+
+@cache
+def spelling(format: str) -> int:
+    """Which of the spellings a format has for the values of arguments."""
+    value = "\nä'\"\\"
+    raw = write_call(format, value) or ""
+    return next(at for at, spell in enumerate(SPELLINGS) if raw.count(spell(value)) == 1)
 
 
 def is_call(blocks: list[ScannedBlock], value: str) -> bool:
