@@ -8,17 +8,20 @@ milliseconds. Other systems do not tell it: there a server without keys has one 
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import os
 import socket
 import struct
 import sys
 from collections.abc import Iterator
+from functools import cache
 
+from modelyard.core.errors import Unavailable
 from modelyard.core.request import LOCAL_USER
 
 Address = tuple[str, int]
 
-_UNKNOWN = f"{LOCAL_USER}unknown"  # the client has closed its end
+_UNKNOWN = f"{LOCAL_USER}unknown"  # the client has closed its end, or a proxy's header has named it
 _SOCK_DIAG, _NLM_REQUEST, _NO_COOKIE = 20, 1, 0xFFFF_FFFF  # of linux/sock_diag.h, linux/netlink.h and inet_diag.h
 _MESSAGE, _REQUEST, _ADDRESSES = struct.Struct("=IHHII"), struct.Struct("=BBBBI"), struct.Struct(">HH16s16s")
 _INTERFACE = struct.pack("=III", 0, _NO_COOKIE, _NO_COOKIE)
@@ -27,31 +30,58 @@ _OWNER_AT = _MESSAGE.size + 4 + _ADDRESSES.size + len(_INTERFACE) + 12
 
 
 def local_user(client: Address | None, server: Address | None) -> str:
-    """A name that scopes what the user sends and stores: `uid:1000`; "" for the user of the server itself."""
-    if sys.platform != "linux" or client is None or server is None:
-        return ""
+    """A name that scopes what the user sends and stores: `uid:1000`; "" for the user of the server itself.
+
+    Raises Unavailable if the system cannot tell it now. Whoever takes the last file descriptors must not become the
+    server's own user.
+    """
+    if sys.platform != "linux" or client is None or server is None or not _is_address(server[0]):
+        return ""  # a unix socket, or a test
+    if not _is_address(client[0]):
+        return _UNKNOWN
     try:
         family = socket.AF_INET6 if ":" in client[0] else socket.AF_INET
         owner = _owner(family, _packed(family, client[0]), client[1], _packed(family, server[0]), server[1])
-    except (OSError, ValueError):  # not an address: a unix socket, or a test
+    except (FileNotFoundError, PermissionError):  # this system never tells it
         return ""
+    except OSError as error:
+        raise Unavailable(f"the system does not tell whose connection this is: {error}", retry_after=1.0) from error
     if owner is None:
         return _UNKNOWN
     return "" if owner == os.geteuid() else f"{LOCAL_USER}{owner}"
 
 
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
 def _packed(family: socket.AddressFamily, host: str) -> bytes:
-    return socket.inet_pton(family, host)
+    return socket.inet_pton(family, host.partition("%")[0])
 
 
 def _owner(family: socket.AddressFamily, client: bytes, port: int, server: bytes, server_port: int) -> int | None:
     """The user who owns the client's end. None: nobody does any more."""
     with contextlib.suppress(OSError):
-        return _ask(family, _ADDRESSES.pack(port, server_port, client.ljust(16, b"\0"), server.ljust(16, b"\0")))
+        owner = _ask(family, _ADDRESSES.pack(port, server_port, client.ljust(16, b"\0"), server.ljust(16, b"\0")))
+        if owner is not None or _has_tcp_diag():
+            return owner
     wanted = f"{_shown(client)}:{port:04X}", f"{_shown(server)}:{server_port:04X}"
     return next(
         (uid for local, remote, uid, inode in _connections(family) if (local, remote) == wanted and inode), None
     )
+
+
+@cache
+def _has_tcp_diag() -> bool:
+    """Without that module of the kernel no connection is found, and the error is the same as for one that is gone."""
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
+        (host, port), (_, server_port) = client.getsockname(), server.getsockname()
+        address = socket.inet_aton(host).ljust(16, b"\0")
+        return _ask(socket.AF_INET, _ADDRESSES.pack(port, server_port, address, address)) is not None
 
 
 def _netlink() -> socket.socket:

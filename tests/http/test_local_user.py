@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import subprocess
 import sys
 from contextlib import closing
+from typing import NoReturn
 
 import pytest
 
+from modelyard.core.errors import Unavailable
 from modelyard.http import local_user as module
 from modelyard.http.local_user import local_user
 
@@ -24,6 +27,10 @@ with socket.create_connection((sys.argv[1], int(sys.argv[2]))) as client:
 
 def no_netlink() -> socket.socket:
     raise PermissionError
+
+
+def no_descriptors(*_: object) -> NoReturn:
+    raise OSError(errno.EMFILE, "Too many open files")
 
 
 @pytest.fixture(params=["sock_diag", "proc"])
@@ -59,3 +66,26 @@ def test_another_user_is_named_by_its_id(host: str) -> None:
 def test_what_is_no_address_is_one_user() -> None:
     assert local_user(None, ("/tmp/gateway.sock", 0)) == ""
     assert local_user(("testclient", 50000), ("testserver", 80)) == ""
+
+
+def test_nobody_is_the_servers_own_user_because_descriptors_ran_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_netlink", no_descriptors)
+    monkeypatch.setattr("builtins.open", no_descriptors)
+    with pytest.raises(Unavailable, match="Too many open files"):
+        local_user(("127.0.0.1", 1), ("127.0.0.1", 2))
+
+
+def test_a_client_that_a_header_has_named_is_not_the_servers_own_user() -> None:
+    assert local_user(("nonsense", 0), ("127.0.0.1", 8000)) == "uid:unknown"
+
+
+def test_a_kernel_that_finds_no_connections_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_ask", lambda *_: None)
+    module._has_tcp_diag.cache_clear()
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            address = server.getsockname()
+            with socket.create_connection(address) as client, closing(server.accept()[0]):
+                assert local_user(client.getsockname(), address) == ""
+    finally:
+        module._has_tcp_diag.cache_clear()
