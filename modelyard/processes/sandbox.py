@@ -218,16 +218,19 @@ def _exchange(job: Job, child: socket.socket, data: bytes, deadline: float) -> t
     """All that the child writes, and why that is not everything."""
     reply, left = bytearray(), memoryview(data)
     child.setblocking(False)
+    poll = select.poll()  # `select` takes no descriptor above 1023, and a server has one for each client
+    poll.register(child)
     while len(reply) <= _MAX_REPLY:
         if job.is_cancelled:
             return reply, "cancelled"
         if (wait := min(_POLL_S, deadline - time.monotonic())) <= 0:
             return reply, _too_long(job.limits)
-        readable, writable, _ = select.select([child], [child] if left else [], [], wait)
+        poll.modify(child, select.POLLIN | (select.POLLOUT if left else 0))
+        events = sum(found for _, found in poll.poll(wait * 1000))
         try:
-            if writable:
+            if events & select.POLLOUT:
                 left = left[child.send(left) :]
-            if readable:
+            if events & ~select.POLLOUT:
                 if not (piece := child.recv(1 << 20)):
                     return reply, ""
                 reply += piece

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 import socket
 from collections.abc import Iterator
@@ -38,6 +39,18 @@ def children() -> list[psutil.Process]:
 def test_a_result_of_any_size_comes_back(pool: Sandbox) -> None:
     value = {"text": "Grüße", "data": bytes(5_000_000), "numbers": [1, 2.5, None]}
     assert pool.call(jobs.echo, value) == value
+
+
+def test_jobs_run_in_a_server_with_more_than_a_thousand_clients(pool: Sandbox) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(4096, hard)), hard))
+    clients = [os.dup(0) for _ in range(1024)]
+    try:
+        assert pool.call(jobs.echo, "Hi") == "Hi"
+    finally:
+        for client in clients:
+            os.close(client)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_refusal_is_the_functions_own(pool: Sandbox) -> None:

@@ -25,6 +25,8 @@ _DAMAGED = "its data is damaged, or of a kind that is not known"
 def decoded_image(data: bytes) -> tuple[int, int, bytes]:
     """Width, height, and three bytes for each pixel."""
     width, height, pixels = _in_child("an image", "image", decode_image, data)
+    if min(width, height) < 1 or len(pixels) != 3 * width * height:  # libmtmd believes the numbers of a broken child
+        raise invalid("image", f"an image cannot be read: {_DAMAGED}")
     return width, height, pixels
 
 

@@ -102,6 +102,15 @@ def test_pixels_are_those_that_libmtmd_makes(projector: Projector, format: str) 
     assert decoded_image(data) == (123, 77, decoded_here(projector, data))
 
 
+@pytest.mark.parametrize("size", [(2, 2), (-1, -1), (0, 0)])
+def test_pixels_that_are_fewer_than_a_broken_child_says_never_reach_libmtmd(
+    size: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(media_decoding.pool, "call", lambda *_: (*size, b"abc"))
+    with pytest.raises(InvalidRequest, match="an image cannot be read"):
+        decoded_image(b"")
+
+
 @pytest.mark.parametrize("data", [sound(2), STEREO, MP3, FLAC], ids=["wav", "stereo", "mp3", "flac"])
 def test_samples_are_those_that_libmtmd_makes(projector: Projector, data: bytes) -> None:
     """But for the last bits: they depend on the compiler."""
