@@ -71,8 +71,8 @@ class RoundRobinQueue(Generic[W]):
         """The waiters of each key."""
         return Counter({key: len(queue) for key, queue in self._queues.items()})
 
-    def newest(self, key: str) -> W | None:
-        return next(reversed(self._queues[key])) if key in self._queues else None
+    def newest_first(self, key: str) -> Iterator[W]:
+        return reversed(self._queues[key]) if key in self._queues else iter(())
 
     def remove(self, waiter: W) -> None:
         queue = self._queues[waiter.key]
@@ -161,29 +161,37 @@ class RequestQueue(Generic[W]):
 
     def add(self, waiter: W, slots: int = 1) -> None:
         """Enqueue or raise Overloaded. `slots` is how many requests run at a time; it scales the retry hint."""
-        if (reason := self._is_full(waiter)) is not None:
+        if (reason := self._is_full(waiter, self.waiting, self.waiting_tokens)) is not None:
             raise self.overloaded(reason, slots)
         self._queue_of(waiter).add(waiter)
         self.waiting += 1
         self.waiting_tokens += waiter.tokens
 
-    def _is_full(self, waiter: W) -> str | None:
-        if self.waiting >= self.max_waiting:
-            return f"{self.waiting} requests are waiting"
-        if self.max_tokens is not None and self.waiting_tokens + waiter.tokens > self.max_tokens:
-            return f"{self.waiting_tokens} prompt tokens are waiting"
+    def _is_full(self, waiter: W, waiting: int, tokens: int) -> str | None:
+        if waiting >= self.max_waiting:
+            return f"{waiting} requests are waiting"
+        if self.max_tokens is not None and tokens + waiter.tokens > self.max_tokens:
+            return f"{tokens} prompt tokens are waiting"
         return None
 
-    def displaced_by(self, waiter: W) -> W | None:
-        """Who must leave a full queue so that this one has room: the newest of the key with the most waiters, if the
-        key of this one has fewer."""
-        if self._is_full(waiter) is None or not self.waiting:
-            return None
+    def displaced_by(self, waiter: W) -> list[W]:
+        """Who must leave a full queue so that this one has room: the newest of the key with the most waiters, as long
+        as the key of this one has fewer. Nobody leaves for a request that has no room even then."""
+        waiting, tokens, leaving = self.waiting, self.waiting_tokens, list[W]()
+        if self._is_full(waiter, waiting, tokens) is None:
+            return leaving
         counts = self._main.counts() + self._background.counts()
-        key, count = counts.most_common(1)[0]
-        if count <= counts[waiter.key] + 1:
-            return None
-        return self._background.newest(key) or self._main.newest(key)
+        newest: dict[str, Iterator[W]] = {}
+        while self._is_full(waiter, waiting, tokens) is not None:
+            key = max(counts, key=counts.__getitem__, default=waiter.key)
+            if counts[key] <= counts[waiter.key] + 1:
+                return []
+            if key not in newest:
+                newest[key] = chain(self._background.newest_first(key), self._main.newest_first(key))
+            leaving.append(next(newest[key]))
+            counts[key] -= 1
+            waiting, tokens = waiting - 1, tokens - leaving[-1].tokens
+        return leaving
 
     def overloaded(self, reason: str, slots: int) -> Overloaded:
         # Without a measured service time, one second per round is assumed.

@@ -125,7 +125,7 @@ class Scheduler:
 
     def _enqueue(self, lease: SlotLease) -> None:
         queue, slots = lease.queue, lease.model.slots(lease.request.cache)
-        while (displaced := queue.displaced_by(lease)) is not None:
+        for displaced in queue.displaced_by(lease):
             queue.remove(displaced)
             self._forget((displaced,))
             displaced.refuse(queue.overloaded("other keys wait, too", slots))

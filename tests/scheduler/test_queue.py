@@ -42,6 +42,10 @@ def pop(queue: RequestQueue[Waiter]) -> Waiter:
     return head
 
 
+def names(waiters: list[Waiter]) -> list[str]:
+    return [str(waiter) for waiter in waiters]
+
+
 def many(names: str, **more: Any) -> list[Waiter]:
     return [Waiter(name, **more) for name in names.split()]
 
@@ -93,16 +97,24 @@ def test_keys_that_run_nothing_come_first_and_others_only_if_they_may_start():
 
 def test_the_newest_of_the_key_with_the_most_waiters_makes_room_for_another_key():
     queue = queue_of(*many("a1 a2 a3", key="a"), *many("b1", key="b"), max_waiting=4)
-    assert str(queue.displaced_by(Waiter("c1", key="c"))) == "a3"
-    assert str(queue.displaced_by(Waiter("b2", key="b"))) == "a3"
-    assert queue.displaced_by(Waiter("a4", key="a")) is None
-    assert queue_of(*many("a1", key="a"), *many("b1", key="b"), max_waiting=2).displaced_by(Waiter("c")) is None
-    assert queue_of(*many("a1 a2", key="a"), max_waiting=4).displaced_by(Waiter("c")) is None
+    assert names(queue.displaced_by(Waiter("c1", key="c"))) == ["a3"]
+    assert names(queue.displaced_by(Waiter("b2", key="b"))) == ["a3"]
+    assert queue.displaced_by(Waiter("a4", key="a")) == []
+    assert queue_of(*many("a1", key="a"), *many("b1", key="b"), max_waiting=2).displaced_by(Waiter("c")) == []
+    assert queue_of(*many("a1 a2", key="a"), max_waiting=4).displaced_by(Waiter("c")) == []
 
 
 def test_a_background_waiter_makes_room_first():
     queue = queue_of(*many("a1 a2", key="a"), Waiter("x", "a", "background"), max_waiting=3)
-    assert str(queue.displaced_by(Waiter("c", key="c"))) == "x"
+    assert names(queue.displaced_by(Waiter("c", key="c"))) == ["x"]
+
+
+def test_as_many_make_room_as_a_prompt_needs_and_none_if_that_is_not_enough():
+    queue = queue_of(*many("a1 a2 a3 a4", key="a", tokens=10), max_tokens=40)
+    assert names(queue.displaced_by(Waiter("c", key="c", tokens=15))) == ["a4", "a3"]
+    assert queue.displaced_by(Waiter("c", key="c", tokens=35)) == []
+    assert queue.displaced_by(Waiter("c", key="c", tokens=41)) == []
+    assert queue_of(max_tokens=40).displaced_by(Waiter("c", tokens=41)) == []
 
 
 def test_a_full_queue_refuses_with_its_length():
