@@ -138,7 +138,8 @@ class ClientResponse:
         self._loop = asyncio.get_running_loop()
         self._waiter: asyncio.Future[None] | None = None
         self._error: Exception | None = None
-        self._is_complete = self._keeps_alive = self._has_surplus = self._is_paused = False
+        self._is_complete = self._keeps_alive = self._is_paused = False
+        self._has_surplus = bool(connection.early)  # the response to this request may still come, behind another
         self._chunks: list[bytes] = []
         self._buffered = self._header_bytes = 0
         self._decompress: Callable[[bytes], bytes] | None = None

@@ -100,7 +100,8 @@ def tls_context() -> ssl.SSLContext:
 def environment_proxy(url: str) -> str | None:
     """The proxy that `HTTP_PROXY`, `HTTPS_PROXY`, `ALL_PROXY` and `NO_PROXY` name for this address."""
     parts = urlsplit(url)
-    if urllib.request.proxy_bypass(parts.netloc):
+    place = parts.netloc.rpartition("@")[2]
+    if urllib.request.proxy_bypass(place) or urllib.request.proxy_bypass(parts.hostname or ""):  # IPv6 has no brackets
         return None
     proxies = urllib.request.getproxies()
     proxy = proxies.get(parts.scheme) or proxies.get("all")

@@ -21,7 +21,13 @@ from modelyard.engines.upstream_client import (
     ReadTimeout,
     UpstreamClient,
 )
-from modelyard.engines.upstream_connection import ClientError, ConnectionLost, environment_proxy
+from modelyard.engines.upstream_connection import (
+    ClientError,
+    Connection,
+    ConnectionLost,
+    ConnectionPool,
+    environment_proxy,
+)
 
 Serve = Callable[["Peer"], Awaitable[None]]
 
@@ -476,6 +482,28 @@ async def test_what_a_server_says_before_it_is_asked_is_its_response(greeting: b
             assert (response.status, await read_all(response)) == (status, b"")
 
 
+async def test_a_connection_on_which_the_server_spoke_first_is_used_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its real response comes late: it, or the greeting, would be the response to somebody else's request."""
+
+    async def acquire(pool: ConnectionPool) -> Connection:
+        connection = await acquired(pool)
+        if not greeted:  # what `data_received` keeps before a request
+            greeted.append(connection)
+            connection.early = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nearly"
+        return connection
+
+    async def serve(peer: Peer) -> None:
+        while True:
+            _, body = await peer.request()
+            await peer.send(CHUNKED + chunked(body))
+
+    acquired, greeted = ConnectionPool.acquire, list[Connection]()
+    monkeypatch.setattr(ConnectionPool, "acquire", acquire)
+    async with served(serve) as (client, _):
+        assert await read_all(await client.send("POST", "/x", b"first")) == b"early"
+        assert await read_all(await client.send("POST", "/x", b"second")) == b"second"
+
+
 async def test_what_arrived_before_the_fault_is_read_first() -> None:
     async def serve(peer: Peer) -> None:
         await peer.request()
@@ -546,6 +574,9 @@ async def test_closing_the_client_ends_a_response_that_is_read() -> None:
         ({"all_proxy": "http://proxy:3128"}, "https://api.example.com/v1", "http://proxy:3128"),
         ({"http_proxy": "http://proxy:3128", "no_proxy": "example.com"}, "http://api.example.com/v1", None),
         ({"http_proxy": "http://proxy:3128", "no_proxy": "*"}, "http://api.example.com/v1", None),
+        ({"http_proxy": "http://proxy:3128", "no_proxy": "api.lan"}, "http://me:secret@api.lan:8000/v1", None),
+        ({"http_proxy": "http://proxy:3128", "no_proxy": "api.lan:8000"}, "http://me:secret@api.lan:8000/v1", None),
+        ({"http_proxy": "http://proxy:3128", "no_proxy": "::1"}, "http://[::1]:8000/v1", None),
     ],
 )
 def test_the_environment_names_the_proxy(
