@@ -14,7 +14,7 @@ import itertools
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ParamSpec, TypeVar
 
@@ -97,7 +97,7 @@ class Accounts:
         file, budget, now = self._opened_file(), self.ledger.budgets[key], self._clock()
         price, id = self.ledger.price(model), next(self._hold_ids)
 
-        def attempt() -> Awaitable[tuple[int, int, float]]:
+        async def attempt() -> tuple[int, int, float]:
             more_tokens, more_cost = self.ledger.unwritten(budget)
 
             def reserve(tokens: int, cost: float, held_tokens: int, held_cost: float) -> tuple[int, int, float]:
@@ -105,22 +105,36 @@ class Accounts:
                 state = replace(budget, tokens=tokens, cost=cost, held_tokens=held_tokens, held_cost=held_cost)
                 return state.reserve(price, prompt, output, choices, now)
 
-            return self._run(file.hold, self._process, id, budget.since, key, reserve, now)
+            def hold() -> tuple[int, int, float]:
+                self._check_usable()
+                try:
+                    return file.hold(self._process, id, budget.since, key, reserve, now)
+                except Unavailable as error:
+                    self._report_unwritten(error)
+                    raise
+
+            self._check_usable()
+            return await self._run(hold)
 
         try:
-            if self._ended_holds:  # they would count as held
+            if self._ended_holds and not self._is_unwritten:  # they would count as held
                 await self.sync()
             for pause in _SETTLE_S:  # a request that has ended in another process may free its part in a moment
                 with contextlib.suppress(KeyLimited):
                     return id, await attempt()
                 await asyncio.sleep(pause)
             return id, await attempt()
-        except Unavailable as error:
-            self._report_unwritten(error)
+        except Unavailable:
             return None, replace(budget, held_tokens=0, held_cost=0.0).reserve(price, prompt, output, choices, now)
         except BaseException:
             self.end_hold(id)  # it may have been held after its request was cancelled
             raise
+
+    def _check_usable(self) -> None:
+        """A locked file takes ten seconds to say so, and all requests would wait for that, one after the other. The
+        next exchange tells when it can be used again."""
+        if self._is_unwritten:
+            raise Unavailable("the file of accounts cannot be used")
 
     def end_hold(self, id: int) -> None:
         """Its request has ended, and its usage was added: both are written at once, in one transaction."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -209,4 +211,29 @@ async def test_a_file_that_cannot_be_used_leaves_each_process_its_own_count(tmp_
     (tmp_path / "accounts.sqlite").write_bytes(b"no database" * 100)
     assert await one.admission.open("team").hold("m", prompt=100, output=300) == 300
     assert await one.admission.open("team").hold("m", prompt=40, output=300) == 60
+    await one.close()
+
+
+async def test_requests_do_not_wait_for_a_locked_file_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hold(*args: Any) -> tuple[int, int, float]:
+        waits.append(args)
+        return held(*args)
+
+    monkeypatch.setattr("modelyard.database._LOCK_TIMEOUT_S", 0.05)
+    (one,) = processes(tmp_path, 1, Clock())
+    await one.admission.open("team").hold("m", prompt=1, output=1)
+    waits: list[tuple[Any, ...]] = []
+    held = AccountsFile.hold
+    monkeypatch.setattr(AccountsFile, "hold", hold)
+    with closing(sqlite3.connect(tmp_path / "accounts.sqlite", isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        requests = [one.admission.open("team") for _ in range(9)]
+        assert await asyncio.gather(*(each.hold("m", prompt=1, output=9) for each in requests)) == [9] * 9
+        assert len(waits) == 1
+        other.execute("ROLLBACK")
+    await one.sync()
+    assert await one.admission.open("team").hold("m", prompt=1, output=9) == 9
+    assert len(waits) == 2, "the file is used again"
     await one.close()
