@@ -85,13 +85,18 @@ _MARKUP = re.compile(
 )
 
 
+def is_markup(text: str) -> bool:
+    """Whether an added token counts as markup: grammars name it by its id, and prompts do not spell it."""
+    return _MARKUP.fullmatch(text) is not None
+
+
 class AddedTokens:
     """The tokens that a vocabulary lists beside its words: `control` tokens (llama.cpp's CONTROL, Hugging Face's
     `special`), and `added` ones (USER_DEFINED), which are text unless the model's output format names them."""
 
     def __init__(self, control: Mapping[str, int], added: Mapping[str, int]) -> None:
         self.added = added
-        self.specials = {**control, **{text: id for text, id in added.items() if _MARKUP.fullmatch(text)}}
+        self.specials = {**control, **{text: id for text, id in added.items() if is_markup(text)}}
         self.texts = {id: text for text, id in self.specials.items()}
         self._control_ids, self._added_ids = frozenset(control.values()), frozenset(added.values())
 

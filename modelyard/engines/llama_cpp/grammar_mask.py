@@ -20,6 +20,7 @@ from modelyard.core.errors import InvalidRequest
 from modelyard.core.request import Constraint
 from modelyard.engines.grammars import Grammars
 from modelyard.engines.llama_cpp.binding import lib
+from modelyard.tokenizer.detokenize import is_markup
 
 Logits = npt.NDArray[np.float32]
 
@@ -163,6 +164,8 @@ def token_piece(vocab: Any, token: int, buffer: Any = None) -> bytes:
 
 
 def _is_not_text(vocab: Any, token: int, piece: bytes) -> bool:
-    """User-defined tokens are markers, except for runs of white space, which some families have among them."""
+    """Added tokens are text, such as white space, HTML tags and accented letters, unless they are a family's markup."""
     attributes = lib.llama_vocab_get_attr(vocab, token)
-    return bool(attributes & (_CONTROL | _UNKNOWN | _UNUSED) or (attributes & _USER_DEFINED and piece.strip()))
+    if attributes & (_CONTROL | _UNKNOWN | _UNUSED):
+        return True
+    return bool(attributes & _USER_DEFINED) and is_markup(piece.decode(errors="replace"))

@@ -18,8 +18,9 @@ from modelyard.core.errors import InvalidRequest, Unavailable, Unsupported
 from modelyard.core.request import Constraint, Sampling
 from modelyard.engines.llama_cpp.engine import LlamaCppEngine
 from modelyard.engines.llama_cpp.grammar_mask import GrammarMask, GrammarMasks, TriggeredMask
-from tests.engines.llama_cpp.helpers import answer, prompt, running, shared_loop, text_of, vocabulary
+from tests.engines.llama_cpp.helpers import answer, id_prompt, prompt, running, shared_loop, text_of, vocabulary
 from tests.engines.reading import end, ids, logprobs, read
+from tests.real_models import gemma, gemma_vocabulary
 
 DATE = Constraint("regex", "[0-9]{4}-[0-9]{2}")
 
@@ -53,6 +54,29 @@ async def test_answers_match_their_schemas(engine: LlamaCppEngine) -> None:
         got = await answer(engine, "Describe a cat as JSON.", constraint=constraint, max_tokens=64)
         assert end(got).reason == "stop"
         jsonschema.validate(json.loads(text_of(got)), schema)
+
+
+async def test_schemas_hold_on_a_real_vocabulary_with_tags_and_line_breaks_among_its_262144_tokens() -> None:
+    tokens = gemma_vocabulary()
+    start = [tokens.bos, *tokens.encode("A cat as JSON:\n")]
+    (tag,) = tokens.encode("<b>")
+    exact = {"const": {"<b>": ["\t<b>Größe</b>\n\n", "猫🐈  </think>"]}}
+
+    async def constrained(schema: dict[str, Any], **sampling: Any) -> tuple[Any, list[int]]:
+        chosen = {"temperature": 0, "logit_bias": {tag: 100.0}} | sampling  # a tag wherever one is allowed
+        held = {"constraint": Constraint("json_schema", json.dumps(schema)), "sampling": Sampling(**chosen)}
+        got = await read(engine.generate(id_prompt(start, max_tokens=64, stop_ids=tuple(tokens.eos), **held)))
+        assert (end(got).reason, end(got).error) == ("stop", None)
+        jsonschema.validate(found := json.loads(tokens.decode(ids(got))), schema)
+        return found, ids(got)
+
+    async with running({"main": CacheInfo(256, 1)}, path=str(gemma())) as engine:
+        await constrained(SCHEMAS["array"], logit_bias={})
+        await constrained(SCHEMAS["nested"], temperature=2.0, seed=1)
+        tagged, written = await constrained(SCHEMAS["minLength"])
+        assert tagged["title"].startswith("<b>" * 10)
+        assert written.count(tag) >= 10  # as the model writes it, not in pieces
+        assert (await constrained(exact))[0] == exact["const"]
 
 
 @shared_loop
