@@ -22,6 +22,10 @@ BY_ROLE = {
 WITHOUT_TEMPLATE = {
     *("dots", "firefunction_v2", "functionary_v32", "hunyuan", "inkling", "longcat", "olmo3", "step3"),
 }
+# The one public template of the family, vLLM's, is not its makers': they document tokens around results.
+OTHER_TEMPLATE = {
+    "functiongemma": "<start_function_response>response:find_city{value:<escape>\0<escape>}<end_function_response>"
+}
 # Their templates write the result as JSON, or in an object or list with other keys, between the marks.
 WRAPPED = {"cohere_command", "cohere_command4", "ernie45", "mistral"}
 
@@ -38,17 +42,23 @@ def _written() -> dict[str, list[tuple[str, str]]]:
     return found
 
 
-def _is_written(format: str, before: str, after: str) -> bool:
+def _result(format: str) -> str:
     result = {"role": "tool", "content": "\0", "name": "find_city", "tool_call_id": "abcdef123"}
-    opening, _, closing = results_as_text([result], load(format).results)[0]["content"].partition("\0")
+    return str(results_as_text([result], load(format).results)[0]["content"])
+
+
+def _is_written(format: str, before: str, after: str) -> bool:
+    opening, _, closing = _result(format).partition("\0")
     if format in WRAPPED:
         return opening in before and closing in after
     return before.endswith(opening) and after.startswith(closing)
 
 
 def test_results_are_written_as_a_template_of_the_family_writes_them() -> None:
-    for format in sorted({*names()} - BY_ROLE - WITHOUT_TEMPLATE):
+    for format in sorted({*names()} - BY_ROLE - WITHOUT_TEMPLATE - {*OTHER_TEMPLATE}):
         assert any(_is_written(format, *one) for one in _written()[format]), (format, _written()[format][:2])
+    for format, text in OTHER_TEMPLATE.items():
+        assert _result(format) == text
 
 
 def test_formats_without_marks_of_their_own_have_the_usual_ones() -> None:

@@ -12,7 +12,8 @@ token before a call may be missing (`call:now{}`) or broken (`<call>now{}`).
 
     <start_function_call>call:get_weather{city:<escape>Paris<escape>,days:3}<end_function_call>
 
-After its calls the model writes `<start_function_response>` and waits.
+After its calls the model writes `<start_function_response>` and waits. Google documents results between that token and
+`<end_function_response>`; the plain sentences of vLLM's template are not what the model was trained on.
 
 Text between two quote tokens is exact, without escapes. Values nest: `{options:{exact:true,tags:[<|"|>a<|"|>]}}`.
 Keys and strings may also be quoted as in JSON, and a bare word is a string. If only the first of two quote tokens is
@@ -310,7 +311,7 @@ _FUNCTION_READER = StartReader(_CallReader(_ESCAPE, _FUNCTION_CALL_END).read, (_
 
 _FUNCTION_GEMMA = OutputFormat(
     name="functiongemma",
-    results=("Function result for {name}: ", ""),
+    results=(f"<start_function_response>response:{{name}}{{value:{_ESCAPE}", f"{_ESCAPE}}}<end_function_response>"),
     regions={"text": Region("text", {_FUNCTION_CALL: _FUNCTION_READER})},
     hidden_markers=(
         _FUNCTION_CALL_END,
