@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import count
+from itertools import accumulate, count
 from typing import Any
 
 import msgspec
@@ -16,7 +17,7 @@ from modelyard.core.request import Tool
 from modelyard.core.tokenizer import Piece
 from modelyard.scanner.detect import detect
 from modelyard.scanner.formats import load
-from modelyard.scanner.scanner import Scanner
+from modelyard.scanner.scanner import Scanner, opened_quote
 
 _SCHEMA_KEYS = ("parameters", "input_schema")
 
@@ -51,7 +52,7 @@ def parse(
     form = load(format) if isinstance(format, str) else format
     pieces = [_as_piece(chunk) for chunk in ([chunks] if isinstance(chunks, str) else chunks)]
     tokens = frozenset((*specials, *(piece.text for piece in pieces if piece.special or piece.added)))
-    prefill = prefill or _infer_prefill(form, "".join(piece.text for piece in pieces))
+    prefill = prefill or _infer_prefill(form, pieces, tokens)
     ids = count()
     scanner = Scanner(
         form,
@@ -76,17 +77,26 @@ def _as_piece(chunk: str | Piece | tuple[str, bool]) -> Piece:
     return Piece(*chunk) if isinstance(chunk, tuple) else chunk
 
 
-def _infer_prefill(form: OutputFormat, text: str) -> str:
-    """The opening tag that must end the prompt, if the first marker of the text is its closing tag."""
-    tags = [
-        marker
+def _infer_prefill(form: OutputFormat, pieces: Sequence[Piece], tokens: Collection[str]) -> str:
+    """The opening tag that must end the prompt, if the first marker of the output is its closing tag. A quoted one, and
+    ordinary tokens that spell one, tell nothing."""
+    closing = {
+        f"{marker[0]}/{marker[1:]}": marker
         for region in form.regions.values()
         for marker, action in region.markers.items()
         if isinstance(action, SwitchRegion) and form.regions[action.region].kind == "thinking"
-    ]
-    found = [(text.find(marker), -len(marker), marker) for marker in form.markers if marker in text]
-    first = min(found)[2] if found else None
-    return next((tag for tag in tags if first == f"{tag[0]}/{tag[1:]}"), "")
+    }
+    if not closing:
+        return ""
+    text = "".join(piece.text for piece in pieces)
+    starts = accumulate((len(piece.text) for piece in pieces), initial=0)
+    own = {start for start, piece in zip(starts, pieces, strict=False) if piece.special or piece.added}
+    for found in re.finditer("|".join(map(re.escape, sorted(form.markers, key=len, reverse=True))), text):
+        quote = opened_quote(text[max(0, found.start() - 2) : found.start()])
+        is_quoted = quote is not None and text.startswith(quote, found.end())
+        if not is_quoted and (found.group() not in tokens or found.start() in own):
+            return closing.get(found.group(), "")
+    return ""
 
 
 def parse_command(

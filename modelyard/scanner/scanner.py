@@ -21,6 +21,12 @@ _CLOSING_QUOTES = {"`": "`", '"': '"', "'": "'", "“": "”", "«": "»"}
 _PREFILL_LIMIT = 4096  # characters, if no marker tells where the assistant turn begins
 
 
+def opened_quote(before: str) -> str | None:
+    """What would close the quotation that this text has just opened."""
+    found = _QUOTE.search(before[-2:])
+    return _CLOSING_QUOTES[found.group()] if found else None
+
+
 class Scanner:
     """`tools` are the offered ones (None: every name is a call). `specials` are the control and added tokens of the
     vocabulary.
@@ -226,7 +232,8 @@ class Scanner:
                 self._show_to(end)
             return False
         self._show_to(found.start())
-        if found.group() in self._table.quotable and (quote := self._opened_quote()) is not None:
+        quotable = found.group() in self._table.quotable
+        if quotable and (quote := opened_quote(self._text_before + self._last_text)) is not None:
             if found.end() == len(buffer.text) and not buffer.ended:
                 return False  # what follows decides
             if buffer.text.startswith(quote, found.end()):
@@ -270,11 +277,6 @@ class Scanner:
                 visible.place_logprobs(start, buffer.dropped + end)
             self._text_before, self._last_text = self._last_text, text
             visible.show(self._region.kind, text)
-
-    def _opened_quote(self) -> str | None:
-        """What would close the quotation that the text before this position has just opened."""
-        found = _QUOTE.search((self._text_before + self._last_text)[-2:])
-        return _CLOSING_QUOTES[found.group()] if found else None
 
     def _quote(self, marker: str) -> None:
         """A marker between quotes, such as `<tool_call>` in Markdown, is text."""

@@ -74,6 +74,16 @@ def test_a_closing_tag_before_all_other_markers_tells_what_the_prompt_opened(for
     assert parse([raw], format=format) == parse(list(raw), format=format) == ParsedOutput("Hm.", "So.", ())
 
 
+@pytest.mark.parametrize("format", ["hermes", "qwen3_coder", "poolside_v1", "think"])
+def test_a_quoted_closing_tag_does_not_open_the_reasoning(format: str) -> None:
+    raw = "It ends with `</think>`."
+    assert parse([raw], format=format) == parse(list(raw), format=format) == ParsedOutput("", raw, ())
+    spelled = [("Write ", False), ("</", False), ("think>", False), (".", False)]
+    assert parse(spelled, format=format, specials=["</think>"]) == ParsedOutput("", "Write </think>.", ())
+    ended = [*spelled, ("</think>", True), ("So.", False)]
+    assert parse(ended, format=format) == ParsedOutput("Write </think>.", "So.", ())
+
+
 def test_a_later_closing_tag_does_not_open_the_reasoning() -> None:
     raw = "A <tool_call>{} B</think> C"
     assert parse([raw], format="hermes").reasoning == ""
