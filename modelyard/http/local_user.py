@@ -45,7 +45,7 @@ def local_user(client: Address | None, server: Address | None) -> str:
     except (FileNotFoundError, PermissionError):  # this system never tells it
         return ""
     except OSError as error:
-        raise Unavailable(f"the system does not tell whose connection this is: {error}", retry_after=1.0) from error
+        raise Unavailable(f"the system does not tell whose connection this is: {error.strerror}") from error
     if owner is None:
         return _UNKNOWN
     return "" if owner == os.geteuid() else f"{LOCAL_USER}{owner}"

@@ -122,6 +122,8 @@ class PathMask:
     def __init__(self) -> None:
         self._known: set[str] = set()
         self._pattern: re.Pattern[str] | None = None
+        # Now: a server without free descriptors must still be able to write an error.
+        self._folders = sorted(set(os.listdir(os.path.abspath(os.sep))) - _BESIDE_FOLDERS)
 
     def add(self, paths: Iterable[str]) -> None:
         self._known |= {path.rstrip("/") for path in paths if os.path.isabs(path)}
@@ -134,9 +136,8 @@ class PathMask:
         return self._pattern.sub(_file_name, text)
 
     def _compile(self) -> re.Pattern[str]:
-        folders = set(os.listdir(os.path.abspath(os.sep))) - _BESIDE_FOLDERS
         known = [re.escape(path) for path in sorted(self._known, key=len, reverse=True)]
-        roots = "|".join([*known, *(rf"/{re.escape(name)}(?=/)" for name in sorted(folders))])
+        roots = "|".join([*known, *(rf"/{re.escape(name)}(?=/)" for name in self._folders)])
         return re.compile(rf"(?:file://|(?<![\w.~/-]))(?:{roots}){_PATH_END}|\b[A-Za-z]:\\{_PATH_END}")
 
 
