@@ -27,6 +27,10 @@ MODEL = "dé\u2028mo"
 SCRIPT: list[dict[str, Any]] = [
     {"when": "^call", "steps": [{"think": MARKED}, {"call": {"name": "get_weather", "arguments": ARGUMENTS}}]},
     {"when": "^fail", "steps": [{"text": MARKED}, {"fail": f"broken {MARKED}", "kind": "unavailable"}]},
+    {
+        "when": "^break",
+        "steps": [{"text": MARKED}, {"delay": 0.05}, {"fail": f"broken {MARKED}", "kind": "unavailable"}],
+    },
     {"when": "^refuse", "steps": [{"fail": f"broken {MARKED}", "kind": "invalid"}]},
     {"steps": [{"think": MARKED}, {"text": MARKED}]},
 ]
@@ -182,7 +186,7 @@ BODIES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("path", BODIES)
-@pytest.mark.parametrize("prompt", ["text", "call", "refuse", "fail"])
+@pytest.mark.parametrize("prompt", ["text", "call", "refuse", "fail", "break"])
 def test_a_line_of_a_reply_is_one_line_for_every_reader(
     direct: LiveServer, path: str, prompt: str, stream: bool
 ) -> None:
@@ -194,6 +198,9 @@ def test_a_line_of_a_reply_is_one_line_for_every_reader(
     reply = httpx.post(direct.url + path, json=body | {"model": MODEL, "stream": stream}, timeout=180)
     assert reply.text.splitlines() == reply.text.removesuffix("\n").split("\n")
     assert "\\u2028" in reply.text
+    if prompt == "break" and stream and not path.endswith((":generateContent", "?pool")):
+        assert reply.status_code == 200  # the stream had begun: the error is an event of it
+        assert "broken a\\u000b" in reply.text
 
 
 @pytest.mark.parametrize("path", ["/v1/models/{}", "/api/show"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,14 @@ def test_an_added_token_is_text_unless_the_format_names_it() -> None:
         Piece("b"),
     ]
     assert parse(pieces, format="hermes") == ParsedOutput("b", "a\n\n<h1>", ())
+
+
+def test_the_examples_of_the_documentation_give_what_it_says() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "formats.md").read_text("utf-8")
+    examples = re.findall(r"^(parse\(.*format=.*\))\n# (.*)$", text, re.MULTILINE)
+    assert len(examples) == 2
+    for code, result in examples:
+        assert repr(eval(code, {"parse": parse, "Piece": Piece})) == result
 
 
 def test_parse_reads_only_calls_of_the_given_tools() -> None:
