@@ -516,7 +516,9 @@ class MarkerTable:
         as_token = [m for m in known if m not in as_text]
         self.spellings = MarkerSpellings(as_text, as_token)
         inside = [m for m in form.inner_markers if m not in specials]
-        self.quotable = frozenset(self.codes[m] for m in known).difference(form.bare_markers, self.turn_ends)
+        tags = {m for m in form.bare_markers if m.startswith("<")}  # the others are brackets and words
+        quotable = {self.codes[m] for m in known}.difference(form.bare_markers) | tags
+        self.quotable = quotable.difference(self.turn_ends)
         self._can_be_cut = Automaton([self.codes[m] for m in (*never_shown, *inside) if len(self.codes[m]) > 1])
         self.write = form.writer.write if form.writer else _write_objects
         newline = frozenset("\n" if form.trims_newlines else "")

@@ -18,6 +18,8 @@ from modelyard.scanner.output import BlockWriter, CallBuilder, TokenText, Visibl
 
 _QUOTE = re.compile(r"(?:(?<=[\s(\[{=:>*])|(?<![^\n]))[`\"'“«]\Z")  # a quotation begins behind a space or bracket
 _CLOSING_QUOTES = {"`": "`", '"': '"', "'": "'", "“": "”", "«": "»"}
+_TAG_START = re.compile(r"<[^>]*\Z")  # a marker as <function=, which a name follows
+_REST_OF_TAG = re.compile(r"[^<>\n]{0,128}>?")
 _PREFILL_LIMIT = 4096  # characters, if no marker tells where the assistant turn begins
 
 
@@ -234,10 +236,13 @@ class Scanner:
         self._show_to(found.start())
         quotable = found.group() in self._table.quotable
         if quotable and (quote := opened_quote(self._text_before + self._last_text)) is not None:
-            if found.end() == len(buffer.text) and not buffer.ended:
+            end = found.end()
+            if _TAG_START.search(found.group()) and not buffer.text.startswith(quote, end):
+                end = tag.end() if (tag := _REST_OF_TAG.match(buffer.text, end)) else end
+            if end == len(buffer.text) and not buffer.ended:
                 return False  # what follows decides
-            if buffer.text.startswith(quote, found.end()):
-                self._quote(found.group())
+            if buffer.text.startswith(quote, end):
+                self._quote(buffer.text[found.start() : end])
                 return True
         if self._visible.stop_string is None:
             from_model = found.group()[max(0, self._prompt_end - buffer.dropped - found.start()) :]

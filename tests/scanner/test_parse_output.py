@@ -93,6 +93,33 @@ def test_a_quoted_closing_tag_does_not_open_the_reasoning(format: str) -> None:
     assert parse(ended, format=format) == ParsedOutput("Write </think>.", "So.", ())
 
 
+@pytest.mark.parametrize(
+    ("format", "tags"),
+    [
+        ("qwen3_coder", ("<function=f>", "<function=", "<parameter=x>", "</parameter>")),
+        ("minicpm5", ('<function name="f">', '<param name="x">')),
+        ("minimax_m2", ('<invoke name="f">', '<parameter name="x">')),
+        ("dots", ('<invoke name="f">',)),
+        ("step3", ('<steptml:invoke name="f">', '<steptml:parameter name="x">')),
+        ("deepseek_v32", ('<｜DSML｜invoke name="f">', '<｜DSML｜parameter name="x" string="true">')),
+        ("llama3_json", ("<function=f>",)),
+    ],
+)
+def test_a_quoted_tag_with_the_name_of_a_tool_is_text(format: str, tags: tuple[str, ...]) -> None:
+    offered = [Tool("f", parameters={"type": "object", "properties": {"x": {}}})]
+    for tag in tags:
+        for raw in (f"Write `{tag}` there.", f'"{tag}"', f"A `{tag}`"):
+            expected = ParsedOutput("", raw, ())
+            assert parse([raw], format=format, tools=offered) == expected
+            assert parse(list(raw), format=format, tools=offered) == expected
+
+
+def test_a_call_behind_a_quotation_mark_is_a_call() -> None:
+    raw = "Run `<function=f>\n<parameter=x>\n1\n</parameter>\n</function>"
+    for chunks in ([raw], list(raw)):
+        assert parse(chunks, format="qwen3_coder").tool_calls == (ParsedCall("f", '{"x": "1"}'),)
+
+
 def test_a_later_closing_tag_does_not_open_the_reasoning() -> None:
     raw = "A <tool_call>{} B</think> C"
     assert parse([raw], format="hermes").reasoning == ""
