@@ -110,7 +110,6 @@ def _missing(name: str, error: ModuleNotFoundError) -> Exception:
     )
 
 
-@cache
 def _from_outside(package: str, name: str) -> Any:
     points = outside(package)[name]
     owners = [*([_OURS] if name in in_tree(package) else []), *(_owner(point) for point in points)]

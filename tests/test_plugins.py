@@ -13,7 +13,7 @@ from modelyard import plugins
 
 
 def _forget() -> None:
-    for cached in (plugins.names, plugins.in_tree, plugins.outside, plugins._from_outside):
+    for cached in (plugins.names, plugins.in_tree, plugins.outside):
         cached.cache_clear()
 
 

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
 import msgspec
@@ -34,7 +34,6 @@ from modelyard.library.progress import OnBytes, ProgressReporter, format_size
 
 if TYPE_CHECKING:
     from httpx2 import Response
-    from huggingface_hub import ModelInfo
     from huggingface_hub.hf_api import RepoSibling
 
 T = TypeVar("T")
@@ -156,10 +155,16 @@ class HubClient:
     def search(self, text: str, limit: int) -> list[HubModel]:
         """Repositories with GGUF files whose names contain the words, most downloaded first."""
 
-        def search() -> list[ModelInfo]:
-            return list(self._api.list_models(search=text, filter="gguf", sort="downloads", limit=limit))
+        def search() -> list[HubModel]:  # not `HfApi.list_models`, which tries for 23 s where there is no network
+            from huggingface_hub import get_session, hf_raise_for_status
 
-        return [_hub_model(found) for found in self._call("the list of models", search) if _REPO.fullmatch(found.id)]
+            query: dict[str, str | int | bool] = {"search": text, "filter": "gguf", "sort": "downloads", "limit": limit}
+            url = f"{self._url}/api/models"
+            found = get_session().get(url, params=query, headers=self._headers(), timeout=_READ_TIMEOUT_S)
+            hf_raise_for_status(found)
+            return [_hub_model(one) for one in found.json()]
+
+        return [found for found in self._call("the list of models", search) if _REPO.fullmatch(found.repo)]
 
     def list_branches(self, repo: str) -> list[str]:
         return [branch.name for branch in self._call(repo, lambda: self._api.list_repo_refs(repo)).branches]
@@ -181,15 +186,18 @@ class HubClient:
         from huggingface_hub import get_session, hf_hub_url
 
         url = hf_hub_url(listing.repo, name, revision=listing.commit, endpoint=self._url)
-        sent = {"user-agent": f"modelyard/{__version__}", "accept-encoding": "identity", **headers}
-        if self._token:  # it is not sent to the CDN that a download is redirected to
-            sent["authorization"] = f"Bearer {self._token}"
+        sent = {**self._headers(), "accept-encoding": "identity", **headers}
         with get_session().stream("GET", url, headers=sent, timeout=_READ_TIMEOUT_S) as response:
             if response.status_code >= 500:  # try again, like after a disconnect
                 raise RemoteProtocolError(f"the server answered {response.status_code}")
             if response.status_code >= 400:
                 raise self._refused(listing.repo, response)
             yield response
+
+    def _headers(self) -> dict[str, str]:
+        """The token is not sent to the CDN that a download is redirected to."""
+        sent = {"user-agent": f"modelyard/{__version__}"}
+        return sent | {"authorization": f"Bearer {self._token}"} if self._token else sent
 
     def cached(self, listing: HubListing, name: str) -> Path | None:
         """The file in the cache folder that huggingface_hub's own programs share."""
@@ -248,9 +256,9 @@ class HubClient:
         return Unavailable(f"{self._url} answered {status} for {repo}: is HF_ENDPOINT right?", code="fetch_failed")
 
 
-def _hub_model(found: ModelInfo) -> HubModel:
-    updated = found.last_modified.isoformat() if found.last_modified else ""
-    return HubModel(found.id, found.downloads or 0, found.likes or 0, bool(found.gated), updated)
+def _hub_model(found: dict[str, Any]) -> HubModel:
+    counts = found.get("downloads") or 0, found.get("likes") or 0
+    return HubModel(found["id"], *counts, bool(found.get("gated")), found.get("lastModified") or "")
 
 
 def _hub_file(sibling: RepoSibling) -> HubFile:

@@ -95,7 +95,8 @@ def test_a_name_in_the_library_means_llama_cpp(tmp_path: Path, monkeypatch: pyte
     assert loaded({"models": {"m": {"path": "mine"}}}, tmp_path).config.models["m"].backend == "llama_cpp"
 
 
-def test_a_model_without_an_engine_is_an_error(tmp_path: Path) -> None:
+def test_a_model_without_an_engine_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MODELYARD_CACHE", str(tmp_path / "cache"))  # a library without models
     with pytest.raises(ConfigError, match=r"models\.m\.backend: no engine is set, .* Set backend"):
         loaded({"models": {"m": {"path": "x"}}}, tmp_path)
 

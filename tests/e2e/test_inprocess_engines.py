@@ -11,6 +11,8 @@ import pytest
 from msgspec.structs import replace
 
 import modelyard_exllamav3 as exllamav3
+from modelyard.telemetry import system
+from modelyard.telemetry.system import GpuMemory
 from modelyard_exllamav3.engine import ExllamaEngine
 from tests.engines.ct2.helpers import model_folder
 from tests.engines.exllamav3.fake_library import FakeLibrary
@@ -105,6 +107,9 @@ def exllama_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveSer
     with pytest.MonkeyPatch.context() as patch:
         create = lambda spec: ExllamaEngine(spec, FakeLibrary().load)  # noqa: E731
         patch.setattr(exllamav3, "ENGINE", replace(exllamav3.ENGINE, verify=lambda: None, create=create))
+        gpu = GpuMemory(uuid="GPU-1", name="stand-in", total=8 << 30, used=0, free=8 << 30)
+        for module in (exllamav3, system):
+            patch.setattr(module, "read_gpus", lambda: (gpu,))
         with live_server({"models": {"tiny": model}}) as running:
             yield running
 

@@ -264,8 +264,9 @@ def test_the_token_is_in_a_file_that_only_the_user_of_the_server_can_read(tmp_pa
 
 
 def test_the_commands_prove_that_they_are_the_owners(server: ServerProcess, folder: Path) -> None:
+    httpx.post(f"{server.url}/v1/chat/completions", json=CHAT).raise_for_status()
     shown = run("logs", "--url", server.url, cwd=folder)
-    assert "listening on" in shown.stdout, shown.stderr
+    assert "path=/v1/chat/completions" in shown.stdout, shown.stderr
     made = run("keys", "create", "me", "--role", "owner", "--url", server.url, cwd=folder)
     assert made.returncode == 0, made.stderr
     assert httpx.post(f"{server.url}/v1/chat/completions", json=CHAT).status_code == 401

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -33,6 +34,7 @@ from tests import cli_process
 from tests.e2e.helpers import wait_until
 from tests.engines.ct2.helpers import tiny_folder
 from tests.engines.llama_cpp import tiny_models
+from tests.engines.vllm.helpers import FAKE_LIBRARY
 from tests.http.app_client import URL, app_client
 
 HUB = "nobody/no-such-model"
@@ -40,8 +42,11 @@ FAKE: dict[str, Any] = {"backend": "fake"}
 
 
 @pytest.fixture(autouse=True)
-def _without_a_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+def _without_a_hub_and_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other tests of this process may have used the library that stands in for vLLM."""
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
+    monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder != str(FAKE_LIBRARY)])
+    monkeypatch.delitem(sys.modules, "vllm", raising=False)
 
 
 def check(config: dict[str, Any], *options: str) -> Result:
