@@ -8,6 +8,7 @@ with one thread a mask takes 0.1 ms of a step's 13 ms.
 from __future__ import annotations
 
 import ctypes
+import re
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any
@@ -26,6 +27,7 @@ Logits = npt.NDArray[np.float32]
 
 _UNKNOWN, _UNUSED, _CONTROL, _USER_DEFINED = 1 << 0, 1 << 1, 1 << 3, 1 << 4
 _NOT_TEXT = b"\xff"  # llguidance's prefix of such a token: no text has this byte
+_PADDING = re.compile(rb"\[PAD\d+\]")
 _MAX_PIECE = 16 * 1024  # longer than any token
 
 
@@ -164,8 +166,11 @@ def token_piece(vocab: Any, token: int, buffer: Any = None) -> bytes:
 
 
 def _is_not_text(vocab: Any, token: int, piece: bytes) -> bool:
-    """Added tokens are text, such as white space, HTML tags and accented letters, unless they are a family's markup."""
+    """Added tokens are text, such as white space, HTML tags and accented letters, unless they are a family's markup, or
+    padding of the vocabulary, which older conversions did not flag as unused."""
     attributes = lib.llama_vocab_get_attr(vocab, token)
     if attributes & (_CONTROL | _UNKNOWN | _UNUSED):
         return True
-    return bool(attributes & _USER_DEFINED) and is_markup(piece.decode(errors="replace"))
+    if not attributes & _USER_DEFINED:
+        return False
+    return _PADDING.fullmatch(piece) is not None or is_markup(piece.decode(errors="replace"))

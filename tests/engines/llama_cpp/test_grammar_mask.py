@@ -18,8 +18,10 @@ from modelyard.core.errors import InvalidRequest, Unavailable, Unsupported
 from modelyard.core.request import Constraint, Sampling
 from modelyard.engines.llama_cpp.engine import LlamaCppEngine
 from modelyard.engines.llama_cpp.grammar_mask import GrammarMask, GrammarMasks, TriggeredMask
+from modelyard.tokenizer.gguf import GgufTokenizer
 from tests.engines.llama_cpp.helpers import answer, id_prompt, prompt, running, shared_loop, text_of, vocabulary
 from tests.engines.reading import end, ids, logprobs, read
+from tests.public_files import LLAMA_CPP, fetch
 from tests.real_models import gemma, gemma_vocabulary
 
 DATE = Constraint("regex", "[0-9]{4}-[0-9]{2}")
@@ -241,6 +243,25 @@ def test_strings_of_a_grammar_never_match_control_tokens() -> None:
     assert write(compiled(Constraint("regex", "(?s:.+)")), start, token("x")) == token("x")
     assert write(compiled(Constraint("lark", f"start: <[{start}]>")), token("x"), start) == start
     assert write(compiled(Constraint("lark", "start: <|im_start|>")), token("x"), start) == start
+
+
+def test_accented_letters_among_the_added_tokens_are_text_and_padding_is_not() -> None:
+    files = fetch(LLAMA_CPP) / "vendor/llama.cpp/models"
+    for name, text, other in (
+        ("deepseek-llm", "ö", "<｜begin▁of▁sentence｜>"),
+        ("command-r", "<", "[PAD255029]"),
+    ):
+        tokens = GgufTokenizer(files / f"ggml-vocab-{name}.gguf")
+        made = GrammarMasks(tokens._vocab, tokens.size)
+        try:
+            mask = made.create(Constraint("regex", "(?s:.+)"))
+            assert isinstance(mask, GrammarMask)
+            (letter,) = tokens.encode_plain(text)
+            hidden = (tokens.specials | tokens.added)[other]
+            assert mask.count_valid([letter]) == 1
+            assert mask.count_valid([hidden]) == 0
+        finally:
+            made.close()
 
 
 # --- what cannot be done --------------------------------------------------------------------------------------------
