@@ -516,7 +516,7 @@ class MarkerTable:
         as_token = [m for m in known if m not in as_text]
         self.spellings = MarkerSpellings(as_text, as_token)
         inside = [m for m in form.inner_markers if m not in specials]
-        tags = {m for m in form.bare_markers if m.startswith("<")}  # the others are brackets and words
+        tags = {m for m in self.bare if m.startswith("<")}  # the others are brackets and words
         quotable = {self.codes[m] for m in known}.difference(form.bare_markers) | tags
         self.quotable = quotable.difference(self.turn_ends)
         self._can_be_cut = Automaton([self.codes[m] for m in (*never_shown, *inside) if len(self.codes[m]) > 1])

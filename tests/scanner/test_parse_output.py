@@ -227,3 +227,11 @@ def test_tools_are_read_in_the_shape_of_every_protocol(given: Any) -> None:
 def test_anything_but_a_list_of_tools_is_an_error(given: str) -> None:
     with pytest.raises(InvalidRequest):
         read_tools(given.encode())
+
+
+@pytest.mark.parametrize("format", sorted(set(names()) - {"deepseek_r1"}))  # its text without a prefill is reasoning
+@pytest.mark.parametrize("tag", ["<function=f>", '<function name="f">', "<parameter=x>", '<parameter name="x">'])
+def test_a_quoted_tag_of_a_call_is_text_in_either_spelling(format: str, tag: str) -> None:
+    tool = Tool("f", parameters={"type": "object", "properties": {"x": {}}})
+    text = f"Write `{tag}` there."
+    assert parse([text], format=format, tools=[tool]).content == text
