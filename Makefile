@@ -80,9 +80,17 @@ test-clients: install ## install the real coding agents (about 2 GB, once) and r
 	$(BIN)/python setup/clients.py
 	$(BIN)/pytest -m clients tests/clients
 
-test-compliance: install ## check published specifications with public programs (0.5 GiB, once); OPEN_RESPONSES=FOLDER of its suite
+test-compliance: install ## check published specifications with public programs (0.5 GiB, once); OPEN_RESPONSES=FOLDER of its suite, LLAMA_CPP=FOLDER of a checkout
 	$(BIN)/python -m setup.compliance
 	$(BIN)/pytest -m 'compliance or harness'
+
+compat: install ## install the newest releases of the vendors' SDKs in a folder of their own; run their types, SDKs and agents
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --target $(VENV)/compat \
+		anthropic openai google-genai ollama
+	PYTHONPATH=$(CURDIR)/$(VENV)/compat $(BIN)/pytest tests/protocols/test_sdk_types.py tests/protocols/test_sdk_requests.py \
+		tests/e2e/test_anthropic_sdk.py tests/e2e/test_openai_sdk.py tests/e2e/test_gemini_sdk.py tests/e2e/test_ollama_sdk.py
+	$(BIN)/python setup/clients.py
+	PYTHONPATH=$(CURDIR)/$(VENV)/compat $(BIN)/pytest -m clients tests/clients
 
 test-recipes: install ## install the frameworks of docs/clients.md (4 GiB, once) and run the page's programs
 	$(BIN)/python setup/recipes.py
@@ -108,6 +116,14 @@ format: install ## format the code and apply the linter's fixes
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+release: install ## build sdist and wheel, try them in fresh environments; REPOSITORY=URL, PYTHONS="python3.11 python3.13"
+	$(BIN)/python -m setup.release $(addprefix --python ,$(PYTHONS)) $(if $(REPOSITORY),--repository $(REPOSITORY))
+
+image: ## build the container image with podman or buildah
+	@if command -v podman >/dev/null; then podman build -f deploy/Containerfile -t modelyard .; \
+	elif command -v buildah >/dev/null; then buildah build -f deploy/Containerfile -t modelyard .; \
+	else echo "make image needs podman or buildah" >&2; exit 1; fi
+
 architecture: install ## update the package tree in ARCHITECTURE.md from the docstrings
 	$(BIN)/python docs/tree.py --write
 
@@ -123,6 +139,9 @@ bench-agents: install ## replay an agent's session against Modelyard and llama-s
 fuzz: install ## fuzz every interface for five minutes; ARGS="--minutes 60 --seed 1 --only api"
 	$(BIN)/python -m tests.fuzz $(ARGS)
 
+adopt-llama-cpp: install ## compare another llama.cpp library with the one in use; VERSION=2026.10.11549 ARGS=--quick
+	$(BIN)/python -m bench.adopt $(VERSION) $(ARGS)
+
 soak: install ## an hour of moderate load, and what the server holds meanwhile; ARGS="--minutes 10 --svg soak.svg"
 	$(BIN)/python -m bench.soak $(ARGS)
 
@@ -132,4 +151,4 @@ hostile: install ## two hostile keys beside three honest ones for ten minutes; A
 bench-reuse: install ## run real agents and count the tokens that are evaluated again
 	$(BIN)/python -m bench.reuse $(ARGS)
 
-.PHONY: help install rebuild-engine serve test check browser test-clients test-compliance test-recipes test-cluster test-litellm vllm-env test-vllm format architecture bench bench-engine bench-agents bench-reuse fuzz soak hostile
+.PHONY: help install rebuild-engine serve test check browser compat test-clients test-compliance test-recipes test-cluster test-litellm vllm-env test-vllm format release image architecture bench bench-engine bench-agents bench-reuse adopt-llama-cpp fuzz soak hostile

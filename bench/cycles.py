@@ -30,8 +30,9 @@ from bench.report import console, machine, mark, show_notes
 from bench.resources import Usage, draw_series, slope, usage
 from bench.servers import modelyard_server
 from modelyard.benchmark.drawing import check_file, save
-from modelyard.library import default_model, vllm_env
-from modelyard.library.convert import convert
+from modelyard.library import default_model
+from modelyard_convert import convert
+from modelyard_vllm import env as vllm_env
 
 ENGINES = ("fake", "llama_cpp", "ct2", "llama_server", "openai_remote")
 EXTRA_ENGINES = ("litellm", "vllm", "vllm_serve", "exllamav3")

@@ -165,7 +165,7 @@ def summarize(streams: int, steps: list[StepTime]) -> StepCost:
 
 
 async def open_engine(file: Path, threads: int, streams: int) -> LlamaCppEngine:
-    options = llama_cpp.Options(path=str(file), n_threads=threads, speculation="off")
+    options = llama_cpp.Options(path=str(file), n_threads=threads, speculation="off", kv_store=False)
     engine = llama_cpp.create(EngineSpec("bench", options, {"main": CacheInfo(1024, streams)}))
     assert isinstance(engine, LlamaCppEngine)
     await engine.open(lambda *_: None)

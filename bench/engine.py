@@ -1,10 +1,13 @@
 """The llama.cpp engine beside a native llama-server on the same file, threads and context, both through HTTP.
 
-    python bench/engine.py [--quick] [--caches] [--model FILE] [--threads N] [--rounds N] [--json FILE] [--svg FILE]
+    python bench/engine.py [--quick] [--caches | --gaps] [--model FILE] [--threads N] [--rounds N] [--json FILE]
+                           [--svg FILE]
 
 Tokens per second of 1, 2, 4 and 8 streams and at depths of 512 and 4,096 tokens, the time to first token of prompts of
 32, 512 and 4,096 tokens, and our single stream with 32 streams of the fake engine in the same process against the same
-stream alone, and 2 + 2 streams in two caches against 4 in one (`--caches`: only that). Rounds are interleaved; every
+stream alone, and 2 + 2 streams in two caches against 4 in one (`--caches`: only that). The p99 of the gaps between two
+tokens stands beside each rate. A stream beside a prompt of 3,500 tokens (`--gaps`: only that): its gaps, and how fast
+both are served meanwhile, also against ours with whole micro-batches (`max_gap_ms = 0`). Rounds are interleaved; every
 prompt starts with new words, so that no cache matches.
 """
 
@@ -38,9 +41,11 @@ from bench.servers import BACKGROUND, LLAMA_SERVER, OURS, Server, llama_cpp_conf
 from modelyard.benchmark.drawing import save
 from modelyard.benchmark.http_client import HttpResponse
 from modelyard.benchmark.load import LoadGenerator, RoundLength, read_chat
+from modelyard.benchmark.statistics import percentile
 from modelyard.library import default_model
 
 _SLOTS = 8
+_WHOLE = "whole micro-batches"
 _LIMIT_S = 900.0
 
 
@@ -64,6 +69,10 @@ class Answer(Struct, frozen=True):
     def tokens_between(self, begin: float, end: float) -> float:
         """Tokens that arrived after `begin` and up to `end`; every event is assumed to hold the same number."""
         return self.tokens * sum(begin < at <= end for at in self.times) / len(self.times)
+
+    def gaps(self, begin: float, end: float) -> list[float]:
+        """The seconds between two events with text, where they touch this time."""
+        return [b - a for a, b in itertools.pairwise(self.times) if b > begin and a < end]
 
 
 def chat_body(model: str, messages: Sequence[dict[str, str]], tokens: int) -> bytes:
@@ -120,22 +129,26 @@ class Plan(Struct, frozen=True):
         Case(1, 4096, 48),
     )
     background_streams: int = 32
+    beside: Case = Case(1, 3500, 8)  # read beside a stream of `streamed` tokens
+    streamed: int = 256
 
     @property
     def window(self) -> int:
-        return -(-max(case.depth + case.tokens for case in self.cases) // 256) * 256
+        return -(-max(case.depth + case.tokens for case in (*self.cases, self.beside)) // 256) * 256
 
 
-QUICK = Plan(1, (Case(1, 32, 16), Case(2, 32, 16), Case(1, 128, 16)), 4)
+QUICK = Plan(1, (Case(1, 32, 16), Case(2, 32, 16), Case(1, 128, 16)), 4, Case(1, 256, 8), 32)
 
 
 class Measured(Struct, frozen=True):
-    """Tokens per second of all streams together, the mean time to first token, and the server's CPU time, which other
-    programs disturb least."""
+    """Tokens per second of all streams together, the mean time to first token, the server's CPU time, which other
+    programs disturb least, and the gaps between two tokens of a stream."""
 
     rate: float
     ttft: float
     cpu_s: float
+    gap_p99: float = 0.0
+    gap_max: float = 0.0
 
 
 Rounds = dict[tuple[str, Case], list[Measured]]
@@ -146,7 +159,16 @@ def summarize(answers: list[Answer], cpu_s: float) -> Measured:
     with any first token would penalize a server that answers one stream while it still reads the other prompts."""
     begin, end = max(answer.times[0] for answer in answers), min(answer.times[-1] for answer in answers)
     rate = sum(answer.tokens_between(begin, end) for answer in answers) / (end - begin)
-    return Measured(rate, fmean(answer.ttft for answer in answers), cpu_s)
+    gaps = [gap for answer in answers for gap in answer.gaps(begin, end)]
+    return Measured(rate, fmean(answer.ttft for answer in answers), cpu_s, percentile(gaps, 99), max(gaps))
+
+
+def summarize_beside(stream: Answer, read: Answer, cpu_s: float) -> Measured:
+    """The gaps of a stream while a prompt was read beside it. The rate counts the tokens of both, read and written."""
+    begin, end = read.sent, read.times[0]
+    gaps = stream.gaps(begin, end) or [end - begin]
+    rate = (read.prompt + stream.tokens_between(begin, end)) / (end - begin)
+    return Measured(rate, read.ttft, cpu_s, percentile(gaps, 99), max(gaps))
 
 
 class EngineBenchmark:
@@ -184,6 +206,29 @@ class EngineBenchmark:
                 self._tick(f"4 streams in {name}")
                 found.append(uvloop.run(self._measure(server, case, models)))
         return together, apart
+
+    def run_gaps(self, servers: dict[str, Server]) -> dict[str, list[Measured]]:
+        """A stream beside a long prompt, on each of the servers."""
+        found: dict[str, list[Measured]] = {name: [] for name in servers}
+        for server in servers.values():
+            uvloop.run(self._measure(server, Case(2, 32, 8)))
+        for number in range(self._plan.rounds):
+            for name in servers if number % 2 == 0 else reversed(servers):
+                self._tick(f"{name}: a stream beside a prompt of {self._plan.beside.depth}")
+                found[name].append(uvloop.run(self._measure_beside(servers[name])))
+        return found
+
+    async def _measure_beside(self, server: Server) -> Measured:
+        plan, client = self._plan, HttpClient(server.url)
+        body = chat_body("real", self._prompts.messages(32), plan.streamed)
+        before = server.cpu_s()
+        stream = asyncio.create_task(client.send(client.request("POST", "/v1/chat/completions", body), _LIMIT_S))
+        while not stream.done() and not any(len(one.response.parts) > 4 for one in client.connections):
+            await asyncio.wait([stream], timeout=0.005)
+        read, *_ = await chat_async(server, chat_body("real", self._prompts.messages(plan.beside.depth), 8))
+        answer = read_answer(await stream)
+        await client.aclose()
+        return summarize_beside(answer, read, server.cpu_s() - before)
 
     async def _measure(self, server: Server, case: Case, models: Sequence[str] = ("real",)) -> Measured:
         """The streams take turns with the models."""
@@ -233,6 +278,7 @@ def comparisons(found: Rounds, alone: list[Measured], busy: list[Measured]) -> I
 
     for case in cases:
         yield compare(str(case), "tok/s", case, "rate", {1: 0.97, 8: 1.0}.get(case.streams))
+        yield compare(f"{case}: p99 gap", "s", case, "gap_p99")
     for case in (case for case in cases if case.streams == 1):
         yield compare(f"first token, prompt of {case.depth:,}", "s", case, "ttft", 1.05)
     for case in cases:
@@ -244,6 +290,28 @@ def comparisons(found: Rounds, alone: list[Measured], busy: list[Measured]) -> I
 def caches_comparison(together: list[Measured], apart: list[Measured]) -> Comparison:
     two, one = (tuple(each.rate for each in side) for side in (apart, together))
     return Comparison("ours, 2 + 2 streams in two caches, against 4 in one", "tok/s", two, one, 0.97)
+
+
+def gap_comparisons(found: dict[str, list[Measured]], plan: Plan) -> Iterator[Comparison]:
+    """Without a bound: on a machine that others use, a gap is theirs, too."""
+    fields = {"longest gap": ("gap_max", "s"), "p99 gap": ("gap_p99", "s"), "both": ("rate", "tok/s")}
+    fields |= {"its first token": ("ttft", "s"), "CPU": ("cpu_s", "s")}
+    for side in (LLAMA_SERVER, _WHOLE):
+        for name, (field, unit) in fields.items():
+            ours, theirs = (tuple(getattr(one, field) for one in found[each]) for each in (OURS, side))
+            against = "" if side == LLAMA_SERVER else ", against whole micro-batches"
+            yield Comparison(f"a stream beside {plan.beside.depth:,}: {name}{against}", unit, ours, theirs)
+
+
+def measure_gaps(plan: Plan, model: Path, threads: int, tick: Callable[[str], None]) -> Iterator[Comparison]:
+    paced, whole = (llama_cpp_config(model, threads, {"main": (plan.window, 2)}) for _ in range(2))
+    whole["models"]["real"]["max_gap_ms"] = 0
+    with ExitStack() as stack:
+        servers = {OURS: stack.enter_context(modelyard_server(paced))}
+        servers[_WHOLE] = stack.enter_context(modelyard_server(whole))
+        servers[LLAMA_SERVER] = stack.enter_context(llama_server(model, threads, plan.window, 2, "--cache-ram", "0"))
+        found = EngineBenchmark(plan, RandomPrompts(tokenizer_folder()), tick).run_gaps(servers)
+    yield from gap_comparisons(found, plan)
 
 
 def measure(plan: Plan, model: Path, threads: int, tick: Callable[[str], None]) -> list[Comparison]:
@@ -268,6 +336,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Measure the llama.cpp engine beside llama-server.")
     parser.add_argument("--quick", action="store_true", help="once each, few tokens: to see that it works")
     parser.add_argument("--caches", action="store_true", help="only 2 + 2 streams in two caches against 4 in one")
+    parser.add_argument("--gaps", action="store_true", help="only a stream beside a long prompt")
     parser.add_argument("--model", type=Path, help="another GGUF with SmolLM2's vocabulary; default: the default model")
     parser.add_argument("--threads", type=int, default=1, help="of both servers; on a busy machine 1 is the fairest")
     parser.add_argument("--rounds", type=int, default=5)
@@ -276,12 +345,16 @@ def main() -> None:
     options = parser.parse_args()
     out, plan = report.console(), QUICK if options.quick else Plan(rounds=options.rounds)
     with Progress(console=out, transient=True) as progress:
-        rest = 0 if options.caches else 2 + plan.rounds * (2 * len(plan.cases) + 2)
-        task = progress.add_task("", total=2 + 2 * plan.rounds + rest)
+        rest = 2 + plan.rounds * (2 * len(plan.cases) + 2)
+        steps = (not options.gaps) * (2 + 2 * plan.rounds) + (not options.caches) * 3 * plan.rounds
+        task = progress.add_task("", total=steps + (0 if options.caches or options.gaps else rest))
         tick = lambda what: progress.update(task, description=what, advance=1)  # noqa: E731
         given = plan, options.model or default_model.fetch(), options.threads, tick
-        found = [] if options.caches else measure(*given)
-        found.append(measure_caches(*given))
+        found = [] if options.caches or options.gaps else measure(*given)
+        if not options.caches:
+            found += measure_gaps(*given)
+        if not options.gaps:
+            found.append(measure_caches(*given))
     title = f"The engine beside llama-server, {options.threads} thread(s)"
     notes = [
         f"{plan.rounds} interleaved round(s), means, ratios with 95 % by Student's t; window {plan.window} × {_SLOTS}",

@@ -22,7 +22,7 @@ from rich.progress import track
 from bench.report import Comparison, console, save_json, show
 from bench.servers import OURS, Server, llama_server, modelyard_server
 from modelyard.library import default_model
-from modelyard.library.convert import convert
+from modelyard_convert import convert
 
 _WINDOW = 2048
 _MESSAGES = [{"role": "user", "content": "Say hello."}]

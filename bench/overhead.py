@@ -32,8 +32,8 @@ from bench.servers import ROOT, modelyard_server
 from bench.vllm_direct import NO_END, PROMPT_TOKENS, WINDOW, prompt_ids, run_engine
 from modelyard.benchmark.statistics import ratio_interval
 from modelyard.core.engine import CacheInfo, EngineSpec
-from modelyard.library import vllm_env
-from modelyard.library.convert import convert
+from modelyard_convert import convert
+from modelyard_vllm import env as vllm_env
 
 STREAMS = (1, 8)
 TARGET = 0.97

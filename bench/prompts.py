@@ -12,8 +12,8 @@ from tokenizers import Tokenizer
 
 from modelyard.library import default_model
 from modelyard.library.cache_dir import cache_dir
-from modelyard.library.convert.writers import tokenizer_files
 from modelyard.library.gguf import read_metadata
+from modelyard_convert.writers import tokenizer_files
 
 # SmolLM2's tokens that end a text or a turn. A bias against them gives every output the requested length.
 NO_END = {0: -100.0, 2: -100.0}

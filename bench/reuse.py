@@ -1,6 +1,8 @@
 """How many prompt tokens of coding agents are evaluated again: real agents on the real engine, with scripted responses.
 
-    python -m bench.reuse [--only NAME] [--template NAME] [--skip-llama-server] [--json FILE]
+    python -m bench.reuse [--patterns] [--only NAME] [--template NAME] [--skip-llama-server] [--json FILE]
+
+With `--patterns` it sends typical mixes of conversations instead (`bench/reuse_patterns.py`).
 
 Each session of `bench/reuse_sessions.py` is run by the agent itself (installed by `setup/clients.py`) on our server.
 Of the tokens in the cache after one turn, those that the next turn evaluates again are counted, including the tokens of
@@ -28,6 +30,7 @@ from msgspec import Struct
 from rich.console import Console
 from rich.table import Table
 
+from bench import reuse_patterns
 from bench.reuse_sessions import SESSIONS, AgentSession, write_files
 from bench.scripted_llama import scripted_answers
 from bench.servers import llama_server
@@ -297,6 +300,9 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the servers end, too
     options, console = _options(), Console()
     console.width = max(console.width, 120)
+    if options.patterns:
+        measure_patterns(options, console)
+        return
     chosen = [one for one in SESSIONS if options.only is None or options.only.lower() in one.name.lower()]
     found: list[SessionResult] = []
     for session in chosen:
@@ -315,9 +321,23 @@ def main() -> None:
         raise SystemExit(f"a session failed, or more than {TARGET:.0%} of the tokens were evaluated again")
 
 
+def measure_patterns(options: argparse.Namespace, console: Console) -> None:
+    found: list[reuse_patterns.PatternResult] = []
+    with_llama_server = not options.skip_llama_server
+    for one in reuse_patterns.run_patterns(shallow_model(), options.only, with_llama_server=with_llama_server):
+        found.append(one)
+        print(one, file=sys.stderr)
+    if options.json is not None:
+        options.json.write_bytes(msgspec.json.format(msgspec.json.encode(found)))
+    console.print(reuse_patterns.table(found))
+    if any(one.ours > reuse_patterns.GOAL for one in found):
+        raise SystemExit(f"a pattern evaluates more than {reuse_patterns.GOAL} of the least number of tokens")
+
+
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="How many prompt tokens of coding agents are evaluated again.")
-    parser.add_argument("--only", help="sessions whose name has this in it")
+    parser.add_argument("--patterns", action="store_true", help="mixes of conversations instead of real agents")
+    parser.add_argument("--only", help="sessions or patterns whose name has this in it")
     parser.add_argument("--template", default="generic", help="a built-in chat template; both servers use it")
     parser.add_argument("--skip-llama-server", action="store_true")
     parser.add_argument("--verbose", action="store_true", help="every turn")

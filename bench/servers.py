@@ -62,9 +62,9 @@ def running(
     command: Sequence[str], port: int, ready: str = "", env: Mapping[str, str] | None = None, within_s: float = 120.0
 ) -> Iterator[Server]:
     """The server until the block ends. It is ready when the port accepts, or the path `ready` responds with 200. It has
-    none of the user's keys, and its usage is not counted as the user's."""
+    none of the user's keys, its usage is not counted as the user's, and it knows no KV of an earlier run."""
     with tempfile.TemporaryFile() as log, tempfile.TemporaryDirectory(prefix="modelyard-data-") as data:
-        environment = {**os.environ, "XDG_DATA_HOME": data, **(env or {})}
+        environment = {**os.environ, "XDG_DATA_HOME": data, "MODELYARD_KV_STORE": "off", **(env or {})}
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         try:
             until = time.monotonic() + within_s

@@ -15,11 +15,11 @@ import sys
 import time
 from typing import Any
 
+import modelyard_vllm as vllm
 from modelyard.core.engine import CacheInfo, EngineSpec, Prompt, TokenRun, Tokens
 from modelyard.core.request import Sampling
-from modelyard.engines import vllm
-from modelyard.engines.vllm.async_llm import load_library
-from modelyard.engines.vllm.engine import VllmEngine
+from modelyard_vllm.async_llm import load_library
+from modelyard_vllm.engine import VllmEngine
 
 WINDOW, PROMPT_TOKENS = 2048, 32
 NO_END = {0: -100.0, 2: -100.0}  # SmolLM2's tokens that end a text: every output has the requested length

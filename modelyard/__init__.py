@@ -1,3 +1,3 @@
 """Modelyard: one port, every client, every engine."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

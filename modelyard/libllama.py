@@ -15,6 +15,7 @@ import os
 import re
 import sys
 import threading
+from contextlib import suppress
 from ctypes import (
     CFUNCTYPE,
     POINTER,
@@ -113,6 +114,49 @@ class llama_context_params(Structure):  # noqa: N801
         ("n_samplers", c_size_t),
         ("ctx_other", c_void_p),
     )
+
+
+def _with_field(struct: type[Structure], after: str, *field: Any) -> type[Structure]:
+    """The struct as a later release declares it: with one more field."""
+    fields = list(struct._fields_)
+    at = next(number for number, (name, *_) in enumerate(fields) if name == after) + 1
+    return type(struct.__name__, (Structure,), {"_fields_": (*fields[:at], field, *fields[at:])})
+
+
+# `llama_context_params` by release. v1.0 drops `defrag_thold`, and padding takes its place.
+CONTEXT_LAYOUTS: dict[str, type[Structure]] = {
+    "v0.4": llama_context_params,
+    "v0.7": _with_field(llama_context_params, "type_v", "moe_cache_size", c_size_t),
+}
+# What the C code fills in. With another layout the values would be in other fields: the layout that has them is the
+# library's (`context_layout`), and the self-test compares all of them and the sizes.
+CONTEXT_DEFAULTS: dict[str, Any] = {
+    "n_ctx": 512,
+    "n_batch": 2048,
+    "n_ubatch": 512,
+    "n_seq_max": 1,
+    "rope_scaling_type": -1,
+    "flash_attn_type": -1,
+    "yarn_ext_factor": -1.0,
+    "type_k": 1,
+    "type_v": 1,
+    "offload_kqv": True,
+    "swa_full": True,
+    "kv_unified": False,
+    "n_samplers": 0,
+    "ctx_other": None,
+}
+MODEL_DEFAULTS: dict[str, Any] = {
+    "devices": None,
+    "n_gpu_layers": -1,
+    "split_mode": 1,
+    "load_mode": -1,
+    "main_gpu": 0,
+    "vocab_only": False,
+    "check_tensors": False,
+    "use_extra_bufts": True,
+    "no_alloc": False,
+}
 
 
 class llama_batch(Structure):  # noqa: N801
@@ -228,8 +272,6 @@ _FUNCTIONS: dict[str, _Declaration] = {
     "llama_tokenize": (c_int32, [c_void_p, c_char_p, c_int32, POINTER(c_int32), c_int32, c_bool, c_bool]),
     "llama_token_to_piece": (c_int32, [c_void_p, c_int32, c_char_p, c_int32, c_int32, c_bool]),
     # contexts
-    "llama_context_default_params": (llama_context_params, []),
-    "llama_init_from_model": (c_void_p, [c_void_p, llama_context_params]),
     "llama_free": (None, [c_void_p]),
     "llama_get_model": (c_void_p, [c_void_p]),
     "llama_get_memory": (c_void_p, [c_void_p]),
@@ -278,6 +320,7 @@ _SHORT: dict[str, _Declaration] = {
     "llama_get_logits_ith": (c_void_p, [c_void_p, c_int32]),
     "llama_get_embeddings_seq": (POINTER(c_float), [c_void_p, c_int32]),
     "llama_get_sampled_token_ith": (c_int32, [c_void_p, c_int32]),
+    "llama_set_n_threads": (None, [c_void_p, c_int32, c_int32]),
     "llama_set_sampler": (c_bool, [c_void_p, c_int32, c_void_p]),
     "llama_sampler_init": (c_void_p, [POINTER(llama_sampler_i), c_void_p]),
     "llama_sampler_sample": (c_int32, [c_void_p, c_void_p, c_int32]),
@@ -310,6 +353,19 @@ _SHORT: dict[str, _Declaration] = {
 }
 
 
+# Of llama.cpp's staging header, which a release may change: looked up when the library is loaded, first as plain C,
+# then as C++ with the types of the arguments behind the name. A library without them lacks what needs them.
+_CONTEXT = "P13llama_context"
+_STAGING: dict[str, tuple[str, _Declaration]] = {
+    "llama_model_n_layer_nextn": ("PK11llama_model", (c_int32, [c_void_p])),
+    "llama_set_embeddings_nextn": (_CONTEXT + "bb", (None, [c_void_p, c_bool, c_bool])),
+    "llama_get_embeddings_nextn": (_CONTEXT, (c_void_p, [c_void_p])),
+    "llama_get_embeddings_nextn_ith": (_CONTEXT + "i", (c_void_p, [c_void_p, c_int32])),
+    "llama_set_nextn_layer_offset": (_CONTEXT + "i", (None, [c_void_p, c_int32])),
+}
+FEATURES: dict[str, tuple[str, ...]] = {"mtp": tuple(_STAGING)}
+
+
 class ShortCalls:
     """Calls that keep the GIL, by their names in llama.h without `llama_`."""
 
@@ -317,6 +373,8 @@ class ShortCalls:
         library = ctypes.PyDLL(str(path))
         for name, declaration in _SHORT.items():
             setattr(self, name.removeprefix("llama_"), declared(library, name, declaration))
+        for name, function in staged(library).items():
+            setattr(self, name.removeprefix("llama_"), function)
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"{name} is not one of the short calls")
@@ -351,7 +409,6 @@ class LibLlama:
     """
 
     llama_batch = llama_batch
-    llama_context_params = llama_context_params
     llama_log_callback = llama_log_callback
     llama_logit_bias = llama_logit_bias
     llama_model_params = llama_model_params
@@ -369,6 +426,14 @@ class LibLlama:
             raise MissingLibrary(f"{self.path} cannot be loaded: {error}") from error
         for name, declaration in (_SHORT | _FUNCTIONS).items():
             setattr(self, name, declared(self.raw, name, declaration))
+        self.llama_context_params = context_layout(self.raw, self.path)
+        for name, declaration in (
+            ("llama_context_default_params", (self.llama_context_params, [])),
+            ("llama_init_from_model", (c_void_p, [c_void_p, self.llama_context_params])),
+        ):
+            setattr(self, name, declared(self.raw, name, declaration))
+        self.version = library_version(self.raw)
+        self.missing = frozenset(_STAGING) - frozenset(staged(self.raw))
         self.identity = f"{self.path.name} {self.path.stat().st_size}"  # states of another build must not be restored
         self.short, self.waiting = ShortCalls(self.path), WaitingCalls(self.path)
         self.llama_log_set(_silent, None)
@@ -377,6 +442,10 @@ class LibLlama:
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"{name} is not declared in modelyard/libllama.py")
+
+    def lacks(self, feature: str) -> list[str]:
+        """The functions that a feature needs and this library does not export."""
+        return [name for name in FEATURES[feature] if name in self.missing]
 
     def gpu_devices(self) -> list[GpuDevice]:
         """The GPUs that models are offloaded to; integrated ones only if there are no others. Starts their driver."""
@@ -408,6 +477,43 @@ def declared(library: ctypes.CDLL, name: str, declaration: _Declaration) -> Any:
         ) from None
     function.restype, function.argtypes = declaration
     return function
+
+
+class _AnyParams(Structure):
+    """Room for a struct of any release."""
+
+    _fields_ = (("raw", c_uint8 * 512),)
+
+
+def context_layout(library: ctypes.CDLL, path: Path) -> type[Structure]:
+    """The declaration of `llama_context_params` that has this library's defaults in their places."""
+    data = bytes(declared(library, "llama_context_default_params", (_AnyParams, []))().raw)
+    for layout in CONTEXT_LAYOUTS.values():
+        found = layout.from_buffer_copy(data)
+        if all(getattr(found, name) == value for name, value in CONTEXT_DEFAULTS.items()):
+            return layout
+    raise MissingLibrary(f"{path} is a release of llama.cpp that this program does not know: llama_context_params")
+
+
+def library_version(library: ctypes.CDLL) -> str:
+    try:
+        found = declared(library, "llama_version", (c_char_p, []))()
+    except MissingLibrary:
+        return "an unknown version"
+    return (found or b"").decode("utf-8", "replace")
+
+
+def staged(library: ctypes.CDLL) -> dict[str, Any]:
+    """The functions of the staging header that the library's symbol table has, under either name."""
+    found = {}
+    for name, (types, (result, arguments)) in _STAGING.items():
+        for symbol in (name, f"_Z{len(name)}{name}{types}"):
+            with suppress(AttributeError):
+                function = getattr(library, symbol)
+                function.restype, function.argtypes = result, arguments
+                found[name] = function
+                break
+    return found
 
 
 _silent = llama_log_callback(lambda _level, _text, _data: None)

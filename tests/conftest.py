@@ -39,6 +39,8 @@ atexit.register(shutil.rmtree, _data, ignore_errors=True)
 os.environ["XDG_DATA_HOME"] = _data
 # And no test sees which models that user has pulled.
 os.environ["MODELYARD_LIBRARY"] = "false"
+# A test must not continue what another one has saved.
+os.environ["MODELYARD_KV_STORE"] = "off"
 
 from hypothesis import settings  # noqa: E402
 
@@ -86,8 +88,8 @@ LONGEST_FIRST = (
     "e2e/test_gemma.py",
     "workbench/test_browser_chat.py",
     "engines/conformance/test_generation.py",
-    "tune/test_optimize.py",
-    "tune/test_trial.py",
+    "optimize/test_optimize.py",
+    "optimize/test_trial.py",
     "workers/test_worker_processes.py",
     "workers/test_tokenizer_files.py",
     "e2e/test_managed_engines.py",

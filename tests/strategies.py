@@ -46,6 +46,7 @@ from modelyard.core.request import (
     ToolReference,
     ToolResult,
 )
+from modelyard.protocols.common.json import encode
 
 # --- texts, names, ids and JSON -------------------------------------------------------------------------------------
 
@@ -83,14 +84,14 @@ def json_objects() -> SearchStrategy[dict[str, Any]]:
 @cache
 def arguments() -> SearchStrategy[str]:
     """The JSON text of a call's arguments, with and without spaces."""
-    compact = json_objects().map(lambda o: msgspec.json.encode(o).decode())
+    compact = json_objects().map(lambda o: encode(o).decode())
     return compact | compact.map(lambda text: msgspec.json.format(text, indent=1))
 
 
 @cache
 def broken_arguments() -> SearchStrategy[str]:
     """Arguments that a limit cut off: never valid JSON."""
-    return texts().map(lambda text: '{"path": ' + msgspec.json.encode(text).decode()[:-1])
+    return texts().map(lambda text: '{"path": ' + encode(text).decode()[:-1])
 
 
 def _optional(values: SearchStrategy[Any]) -> SearchStrategy[Any]:
@@ -226,7 +227,7 @@ def samplings() -> SearchStrategy[Sampling]:
 
 def constraints(*, named: bool = False, json_object: bool = True) -> SearchStrategy[Constraint]:
     """`named` schemas have a name, a description and strict, as in OpenAI's protocols."""
-    schema = json_objects().map(lambda o: msgspec.json.encode({"type": "object", "properties": o}).decode())
+    schema = json_objects().map(lambda o: encode({"type": "object", "properties": o}).decode())
     fields: dict[str, Any] = {}
     if named:
         fields = {

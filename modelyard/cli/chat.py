@@ -36,6 +36,7 @@ from modelyard.server.client import ServerClient, is_local, no_server
 
 INTERRUPTED = 130
 _POLL_S = 0.5
+_CUT = {"max_tokens": "max_tokens is reached", "window": "the window is full", "repetition": "it repeated itself"}
 
 
 # --- from the options to a loop ---------------------------------------------------------------------------------------
@@ -149,8 +150,7 @@ class ChatLoop:
         if reply is not None:
             if self.verbose:
                 screen.note(self._speed(reply))
-            elif reply.finished.reason in ("max_tokens", "window"):
-                why = "the window is full" if reply.finished.reason == "window" else "max_tokens is reached"
+            elif (why := _CUT.get(reply.finished.reason)) is not None:
                 screen.note(f"the reply was cut off: {why}")
         return reply
 

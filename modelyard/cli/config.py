@@ -20,10 +20,13 @@ from rich.markup import escape
 
 from modelyard import plugins
 from modelyard.cli.console import (
+    CommandGroup,
     ConfigOption,
+    JsonOption,
     err,
     load_or_exit,
     out,
+    print_json,
     print_notes,
     print_problem,
     print_table,
@@ -46,6 +49,7 @@ def check(
         Path | None, typer.Argument(help="The configuration, as with --config.", show_default=False)
     ] = None,
     config: ConfigOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Show a configuration as it is resolved, and everything in it that is wrong or cannot run on this machine.
 
@@ -59,42 +63,72 @@ def check(
     if file is not None and config is not None:
         raise typer.BadParameter("name one configuration, either FILE or --config FILE")
     problems: list[ConfigProblem] = []
+    resolved: dict[str, Any] = {}
     loaded: LoadedConfig | None
     try:
         loaded = load_config(file or config, library=read_library_models)
     except ConfigError as error:
         loaded, problems = error.rest, list(error.problems)
     if loaded is not None:
-        problems = _check(loaded, show=not problems)
-    for problem in problems:
-        print_problem(problem)
+        resolved, problems = _check(loaded, is_valid=not problems, show=not as_json)
+    if as_json:
+        print_json({**resolved, "problems": problems})
+    else:
+        for problem in problems:
+            print_problem(problem)
     errors = sum(problem.level in ("error", "unavailable") for problem in problems)
-    if errors > 1:
+    if errors > 1 and not as_json:
         err.print(f"[red]{errors} errors[/red]")
     raise typer.Exit(1 if errors else 0)
 
 
-def _check(loaded: LoadedConfig, *, show: bool) -> list[ConfigProblem]:
-    """The problems of the files and of this machine. The rest of a configuration with errors is checked, not shown."""
+def _check(loaded: LoadedConfig, *, is_valid: bool, show: bool) -> tuple[dict[str, Any], list[ConfigProblem]]:
+    """What is resolved, and the problems of the files and of this machine. The rest of a configuration with errors is
+    checked, not shown."""
     from modelyard.server.memory_estimate import available_memory, estimate_all
     from modelyard.server.model_check import check_models
     from modelyard.telemetry.system import read_memory
 
-    if show:
+    if not is_valid:
+        loaded = replace(loaded, config=loaded.config.without_faults())
+    router, available = loaded.config.router(), available_memory()
+    if is_valid and show:
         print_notes(loaded)
         out.print(f"[dim]from {', '.join(map(str, loaded.sources))}[/dim]")
-        router = loaded.config.router()
         print_table(("model", "engine", "aliases", "loaded", ""), model_rows(router.catalog))
         columns = ("cache", "model", "window", "parallel", "tokens", "overflow", "description")
         print_table(columns, cache_rows(router.catalog))
         print_table(("name", "endpoint", "model", "cache", "window", "then"), route_rows(router))
-    else:
-        loaded = replace(loaded, config=loaded.config.without_faults())
-    available = available_memory()
     estimates = list(estimate_all(loaded.config, available))
-    if show:
+    if is_valid and show:
         _print_memory(estimates, available)
-    return check_models(loaded, estimates, read_memory())
+    problems = check_models(loaded, estimates, read_memory())
+    return (_resolved(loaded, router, estimates) if is_valid else {}), problems
+
+
+def _resolved(loaded: LoadedConfig, router: Router, estimates: list[ModelMemory]) -> dict[str, Any]:
+    """The tables of `check` as values, for programs."""
+    catalog = router.catalog
+    models = [
+        {"id": m.name, "engine": m.backend, "aliases": m.settings.aliases, "loaded": loaded_when(m)}
+        for m in catalog.models.values()
+    ]
+    caches = [
+        {"id": c.name, "model": c.model, "window": known_window(c, catalog), "parallel": c.info.parallel}
+        for c in catalog.caches.values()
+    ]
+    routes = [
+        {"match": r.route.match, "endpoint": r.route.endpoint, "model": r.route.target.model}
+        | {"cache": r.route.target.cache, "fallbacks": [each.cache for each in r.route.target.fallbacks]}
+        for r in router.rules()
+    ]
+    memory = [
+        {"model": e.model, "weights_bytes": m.weights, "kv_bytes": m.kv, "compute_bytes": m.compute}
+        for e in estimates
+        if (m := e.memory) is not None
+    ]
+    sources = [str(source) for source in loaded.sources]
+    return {"sources": sources, "models": models, "caches": caches, "routes": routes, "memory": memory}
 
 
 def schema() -> None:
@@ -168,9 +202,8 @@ def _count(value: int | None) -> str:
 
 # --- modelyard config -------------------------------------------------------------------------------------------------
 
-config_app = typer.Typer(
+config_app = CommandGroup(
     help="Where settings come from: the files that are read, the values in effect, and the user's own file.",
-    no_args_is_help=True,
 )
 
 _ROLES = {

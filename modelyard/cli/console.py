@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
 import typer
 from rich.cells import cell_len
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from typer.core import TyperCommand, TyperGroup
 
 from modelyard.core.errors import InvalidRequest, ModelyardError
 
@@ -48,7 +49,43 @@ AdminKeyOption = Annotated[
         "--key", help="Admin key, if the server has keys.", envvar=["MODELYARD_ADMIN_KEY", "MODELYARD_API_KEY"]
     ),
 ]
+KeepAliveOption = Annotated[
+    str,
+    typer.Option(help="How long a server that this starts waits for the next command: 10m, 2h; 0: not, -1: for ever."),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+class _WithPlainFlags:
+    """A flag takes no value, so help shows no type for it."""
+
+    def get_params(self, ctx: Any) -> Any:
+        params = super().get_params(ctx)  # type: ignore[misc] # of the command that this is mixed into
+        for param in params:
+            if getattr(param, "is_flag", False):
+                param.metavar = ""
+        return params
+
+
+class _Command(_WithPlainFlags, TyperCommand):
+    pass
+
+
+class _Group(_WithPlainFlags, TyperGroup):
+    pass
+
+
+class CommandGroup(typer.Typer):
+    """Commands whose help is for people."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(cls=_Group, no_args_is_help=True, **options)
+
+    def command(self, name: str | None = None, **options: Any) -> Callable[[_F], _F]:
+        return super().command(name, cls=_Command, **options)
 
 
 def load_or_exit(path: Path | None, overrides: dict[str, Any] | None = None, *, quiet: bool = False) -> LoadedConfig:
@@ -91,6 +128,14 @@ def fail(error: ModelyardError) -> NoReturn:
     """Print the error as one line and exit."""
     err.print(f"[red]error[/red] {escape(error.message)}", soft_wrap=True)
     raise typer.Exit(2 if isinstance(error, InvalidRequest) else 1)
+
+
+def read_keep_alive(text: str) -> float | None:
+    """Seconds; None: for ever."""
+    from modelyard.protocols.ollama.fields import read_keep_alive
+
+    seconds = read_keep_alive(text)
+    return None if seconds is None or seconds == float("inf") else seconds
 
 
 def print_problem(problem: ConfigProblem) -> None:

@@ -18,6 +18,7 @@ from modelyard.cli.console import (
     JsonOption,
     UrlOption,
     out,
+    print_json,
     print_table,
     run_or_exit,
 )
@@ -37,15 +38,19 @@ def explain(
     last: Annotated[int, typer.Option(help="Number of requests.", min=1)] = 20,
     url: UrlOption = None,
     key: AdminKeyOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Show a session's last requests on a running server: how much of each prompt was cached, and why not more."""
-    heading, found = run_or_exit(request_rows, find_url(url), key, session, last)
-    out.print(escape(heading), soft_wrap=True)
-    print_table(COLUMNS, found)
+    found: list[Mapping[str, Any]] = run_or_exit(session_requests, find_url(url), key, session, last)
+    if as_json:
+        print_json(found)
+        return
+    out.print(escape(f"session {found[0]['session'] or '(none)'}, cache {found[-1]['cache']}"), soft_wrap=True)
+    print_table(COLUMNS, [_row(record) for record in found])
 
 
-def request_rows(url: str, key: str | None, session: str | None, last: int) -> tuple[str, list[Row]]:
-    """A heading and one row per request, the newest last."""
+def session_requests(url: str, key: str | None, session: str | None, last: int) -> list[Mapping[str, Any]]:
+    """The requests of one session, the newest last."""
     with ServerClient(url, key) as server:
         ended: Sequence[Mapping[str, Any]] = server.get("/v1/admin/requests", limit=_MAX_REQUESTS)["ended"]
     if not ended:
@@ -57,8 +62,7 @@ def request_rows(url: str, key: str | None, session: str | None, last: int) -> t
     chosen = found[:last]
     if not chosen:
         raise NotFound(f"none of the last {len(ended)} requests belongs to a session that ends in {session!r}")
-    heading = f"session {chosen[0]['session'] or '(none)'}, cache {chosen[0]['cache']}"
-    return heading, [_row(record) for record in reversed(chosen)]
+    return [*reversed(chosen)]
 
 
 def _row(record: Mapping[str, Any]) -> Row:

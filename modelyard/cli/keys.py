@@ -19,6 +19,7 @@ from rich.markup import escape
 from modelyard.accounts.settings import KeyRole
 from modelyard.cli.console import (
     AdminKeyOption,
+    CommandGroup,
     ConfigOption,
     JsonOption,
     UrlOption,
@@ -32,8 +33,7 @@ from modelyard.cli.console import (
 from modelyard.core.errors import InvalidRequest, NotFound
 from modelyard.server.client import Json, ServerClient, find_url
 
-keys_app = typer.Typer(
-    no_args_is_help=True,
+keys_app = CommandGroup(
     help="List, create and revoke API keys; create the keys of a cluster.",
     rich_markup_mode="rich",
 )

@@ -3,24 +3,37 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
+import msgspec
 import typer
 from rich.markup import escape
 from rich.table import Table
 
 from modelyard.cli.config import known_window, loaded_when
-from modelyard.cli.console import ConfigOption, complete_library, err, load_or_exit, out, print_table, run_or_exit
+from modelyard.cli.console import (
+    CommandGroup,
+    ConfigOption,
+    JsonOption,
+    complete_library,
+    err,
+    load_or_exit,
+    out,
+    print_json,
+    print_table,
+    run_or_exit,
+)
 from modelyard.core.errors import NotFound
 
 if TYPE_CHECKING:
     from modelyard.config.library_models import LibraryModel
     from modelyard.config.settings import Config
     from modelyard.library.model_files import LibraryEntry
+    from modelyard.library.models import Converter, FileRow
     from modelyard.library.progress import ProgressReporter
     from modelyard.router.settings import ModelSettings
 
-models_app = typer.Typer(help="The models of a configuration, and the library of model files.", no_args_is_help=True)
+models_app = CommandGroup(help="The models of a configuration, and the library of model files.")
 
 
 ModelArgument = Annotated[
@@ -95,56 +108,152 @@ def _read_library() -> list[LibraryModel]:
 
 
 @models_app.command("list")
-def list_models(config: ConfigOption = None) -> None:
+def list_models(config: ConfigOption = None, as_json: JsonOption = False) -> None:
     """List the models of the configuration and of the library: engine, size, quantization and windows.
 
     [bold]modelyard models show NAME[/bold] tells more about one.
     """
     from modelyard.library import models
+    from modelyard.library.default_model import is_default
     from modelyard.server.can_run import unrunnable_models
 
-    loaded = load_or_exit(config)
+    loaded = load_or_exit(config, quiet=as_json)
     catalog = loaded.config.router().catalog
-    contexts: dict[str, list[str]] = {}
+    contexts: dict[str, list[dict[str, Any]]] = {}
     for cache in catalog.caches.values():
-        window = known_window(cache, catalog) or "unknown"
-        contexts.setdefault(cache.model, []).append(f"{cache.info.parallel} × {window}")
-    configured, faults = [], unrunnable_models(loaded.config, set_up=False)
+        found = {"id": cache.name, "window": known_window(cache, catalog), "parallel": cache.info.parallel}
+        contexts.setdefault(cache.model, []).append(found)
+    rows, faults = [], unrunnable_models(loaded.config, set_up=False)
     for m in catalog.models.values():
         if m.name in loaded.config.library_models:
             continue
         file, aliases = models.file_row(m.settings.path), ", ".join(m.settings.aliases)
         cannot = f"cannot run here: {faults[m.name]}" if m.name in faults else ""
         notes = (cannot or file.note, f"also {aliases}" if aliases else "", m.settings.description)
-        context = ", ".join(contexts.get(m.name, ()))
-        note = "; ".join(filter(None, notes))
-        configured.append((m.name, m.backend, loaded_when(m), file.size, file.quant, context, note))
-    if configured:
-        print_table(("model", "engine", "loaded", "size", "quant", "context", ""), configured)
+        rows.append(_ListedModel(m.name, m.backend, loaded_when(m), file, "; ".join(filter(None, notes))))
     reasons = {model.entry.name: model.reason for model in run_or_exit(_read_library) if model.table is None}
-    library = []
     for entry in run_or_exit(models.list_models):
-        file, context = models.file_row(entry.path), ", ".join(contexts.get(entry.name, ()))
+        if entry.name in catalog.models and is_default(catalog.models[entry.name].settings.path):
+            continue  # the demo is in the configuration
+        file = models.file_row(entry.path)
         if entry.name in loaded.config.library_models:
             served = loaded.config.library_models[entry.name]
             engine, note = loaded.config.models[entry.name].backend or "", file.note
             if served.task == "chat" and not served.is_chat:
                 note = "; ".join(filter(None, (note, "no chat template: bare prompts only")))
         else:
-            engine, note = "not served", reasons.get(entry.name, "the configuration has its own use for the name")
+            engine, note = "", reasons.get(entry.name, "the configuration has its own use for the name")
             note = note if loaded.config.library else file.note
-        library.append((entry.name, engine, file.size, file.quant, context, note))
-    if library:
-        print_table(("library", "engine", "size", "quant", "context", ""), library)
+        rows.append(_ListedModel(entry.name, engine, "", file, note, entry.source))
+    if as_json:
+        print_json([row.as_json(contexts.get(row.name, [])) for row in rows])
+        return
+    for source, columns in (
+        ("", ("model", "engine", "loaded", "size", "quant", "context", "")),
+        ("library", ("library", "engine", "", "size", "quant", "context", "")),
+    ):
+        if shown := [row.as_row(contexts.get(row.name, [])) for row in rows if bool(row.source) == bool(source)]:
+            print_table(columns, shown)
+
+
+class _ListedModel(msgspec.Struct):
+    """`source` is where a model of the library comes from; `engine` is empty if it is not served."""
+
+    name: str
+    engine: str
+    loaded: str
+    file: FileRow
+    note: str
+    source: str = ""
+
+    def as_row(self, caches: list[dict[str, Any]]) -> tuple[str, ...]:
+        context = ", ".join(f"{cache['parallel']} × {cache['window'] or 'unknown'}" for cache in caches)
+        engine = self.engine or "not served"
+        return (self.name, engine, self.loaded, self.file.size, self.file.quant, context, self.note)
+
+    def as_json(self, caches: list[dict[str, Any]]) -> dict[str, Any]:
+        about = {"id": self.name, "engine": self.engine or None, "loaded": self.loaded or None, "source": self.source}
+        file = {"size_bytes": self.file.bytes or None, "quantization": self.file.quant}
+        return {**about, **file, "caches": caches, "note": self.note}
+
+
+@models_app.command("adopt")
+def adopt(
+    names: Annotated[list[str] | None, typer.Argument(help="What to add; default: only list what there is.")] = None,
+    all_: Annotated[bool, typer.Option("--all", help="Add everything that is found.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Offer the models that Ollama, LM Studio and the Hugging Face cache have on this machine, without copying them."""
+    from modelyard.library import elsewhere
+
+    found = elsewhere.find_models()
+    for name in [model.name for model in found] if all_ else names or ():
+        out.print(f"{escape(pull_model(name).name)} is in the library; its files stay where they are.", soft_wrap=True)
+    if as_json:
+        print_json(found)
+    elif not found:
+        out.print("Ollama, LM Studio and the Hugging Face cache have no models here.", highlight=False)
+    elif not names and not all_:
+        print_table(("model", "of", "file"), [(model.name, model.program, str(model.path)) for model in found])
+        err.print("[dim]modelyard models adopt NAME adds one, --all adds all; nothing is copied[/dim]", highlight=False)
+
+
+@models_app.command("search")
+def search(
+    words: Annotated[
+        list[str] | None, typer.Argument(help="What to look for: a name, chat, code, vision, tools.")
+    ] = None,
+    hub: Annotated[bool, typer.Option("--hub", help="Search the Hugging Face hub as well.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Search the catalogue of models that are worth a first try, and which of them suit this machine."""
+    from modelyard.config.library_models import machine_budget
+    from modelyard.core.units import format_size
+    from modelyard.library import catalogue
+    from modelyard.library.hub import HubClient
+
+    text, budget = " ".join(words or ()), machine_budget()
+    found = catalogue.search(text)
+    more = run_or_exit(lambda: HubClient().search(text, 20)) if hub else []
+    suits = {model.name: [use for use in model.uses if catalogue.fits(model, use, budget)] for model in found}
+    if as_json:
+        rows = [{**msgspec.to_builtins(model), "suits": suits[model.name]} for model in found]
+        print_json({"catalogue": rows, "hub": [msgspec.to_builtins(model) for model in more]})
+        return
+    if not found and not more:
+        raise typer.Exit(run_or_exit(_nothing_found, text))
+    if found:
+        columns = ("name", "to fetch", "window", "for", "suits this machine for", "model")
+        print_table(
+            columns,
+            [
+                (m.name, format_size(m.size), f"{m.window:,}", ", ".join(m.uses), ", ".join(suits[m.name]), m.title)
+                for m in found
+            ],
+        )
+    if more:
+        print_table(("on the hub", "downloads"), [(model.repo, f"{model.downloads:,}") for model in more])
+    err.print("[dim]modelyard pull NAME fetches one[/dim]", highlight=False)
+
+
+def _nothing_found(text: str) -> NoReturn:
+    from modelyard.library.models import did_you_mean
+
+    hint = did_you_mean(text, []) or ". The hub has more: modelyard models search --hub " + text
+    raise NotFound(f"the catalogue has nothing for {text!r}{hint}")
 
 
 @models_app.command("show")
 def show(
     name: Annotated[str, typer.Argument(help="A model's name or alias, or a name in the library.")],
     config: ConfigOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Explain one model: file, caches, chat template, output format, and where each comes from."""
-    rows = run_or_exit(explain_model, load_or_exit(config).config, name)
+    rows = run_or_exit(explain_model, load_or_exit(config, quiet=as_json).config, name)
+    if as_json:
+        print_json(dict(rows))
+        return
     table = Table(show_header=False, box=None)
     for label, value in rows:
         table.add_row(f"[bold]{label}[/bold]", escape(value))
@@ -221,12 +330,14 @@ def convert(
     ] = None,
 ) -> None:
     """Convert a GGUF model to a Hugging Face or CTranslate2 folder, and add it to the library."""
+    from modelyard import plugins
     from modelyard.library import models
-    from modelyard.library.convert import convert as convert_model
 
-    entry = run_or_exit(
-        lambda: convert_model(name, to, out=target, quantization=quantization, progress=make_progress())
-    )
+    def run() -> LibraryEntry:
+        converter: Converter = plugins.load("converters", to)
+        return converter(name, out=target, quantization=quantization, progress=make_progress())
+
+    entry = run_or_exit(run)
     out.print(f"{escape(entry.name)} is in the library: {escape(entry.path)}", soft_wrap=True)
     if to == "ct2":
         out.print("To serve it, add to modelyard.toml:")

@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import socket
 import sys
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,6 +17,7 @@ from rich.markup import escape
 from modelyard.cli.chat import ImageOption, SetOption, SystemOption, ThinkingOption, ThinkOption, VerboseOption
 from modelyard.cli.console import (
     ConfigOption,
+    KeepAliveOption,
     KeyOption,
     UrlOption,
     complete_models,
@@ -25,17 +25,16 @@ from modelyard.cli.console import (
     fail,
     load_or_exit,
     out,
+    read_keep_alive,
     run_or_exit,
 )
 from modelyard.cli.models import make_progress, pull_model
 from modelyard.core.errors import Forbidden, InvalidRequest, NotFound, Unauthenticated, Unavailable
 from modelyard.server.client import ServerClient, find_url, is_local
-from modelyard.server.running_servers import TemporaryServer, log_path
+from modelyard.server.running_servers import KEEP_ALIVE_S, BackgroundServer, find_server, kept_alive, stays_notice
 
 if TYPE_CHECKING:
     from modelyard.config.settings import Config
-
-_POLL_S = 0.1
 
 
 def run(
@@ -59,11 +58,12 @@ def run(
     url: UrlOption = None,
     key: KeyOption = None,
     config: ConfigOption = None,
+    keep_alive: KeepAliveOption = "10m",
 ) -> None:
     """Run a model: answer one prompt, or talk with it. A model that is not here is fetched first.
 
-    A running server is used; without one, a server is started for as long
-    as this runs. The reply goes to standard output, everything else to
+    A running server is used; without one, a server is started, which stays
+    for ten minutes after the last request (--keep-alive). The reply goes to standard output, everything else to
     standard error, so that pipes work:
 
       modelyard run smollm2 "Why is the sky blue?"
@@ -88,7 +88,7 @@ def run(
         err.print("[red]error[/red] there is no prompt: give one after the model, or pipe one in")
         raise typer.Exit(2)
     screen = ChatScreen(out, err, show_thinking=_shown(thinking)) if is_one_shot else make_screen(thinking)
-    with served_model(model, url, key, config, lasting=not is_one_shot) as (address, name):
+    with served_model(model, url, key, config, run_or_exit(read_keep_alive, keep_alive)) as (address, name):
         conversation = Conversation(address, name, key=key, settings=settings)
         loop = ChatLoop(conversation, screen, verbose=verbose, images=() if is_one_shot else images)
         code = loop.once(parts, as_json=as_json) if is_one_shot else loop.run()
@@ -101,36 +101,38 @@ def _shown(thinking: str) -> bool | None:
 
 @contextmanager
 def served_model(
-    model: str, url: str | None, key: str | None, config: Path | None, *, lasting: bool = False
+    model: str, url: str | None, key: str | None, config: Path | None, keep_alive_s: float | None = KEEP_ALIVE_S
 ) -> Iterator[tuple[str, str]]:
-    """The URL of a server that has the model, and its name there. Exits with one line on an error. `lasting`: not a
-    server that ends with somebody else's conversation."""
+    """The URL of a server that has the model, and its name there. Exits with one line on an error. A server that is
+    started for it stays for the next command."""
+    from modelyard.config.load import EMBEDDED_DEFAULTS
+    from modelyard.library.default_model import DEMO_NOTICE
+
     address = find_url(url)
-    with ServerClient(address, key) as server:
+    with ExitStack() as stack:
+        server = stack.enter_context(ServerClient(address, key))
         try:
             is_running = server.is_running()
         except InvalidRequest as error:
             if url is not None:
                 fail(error)
             is_running, address = False, f"http://127.0.0.1:{free_port()}"  # another program has the usual port
-        if is_running and lasting and url is None and _is_temporary(address):
-            is_running, address = False, f"http://127.0.0.1:{free_port()}"
+            server = stack.enter_context(ServerClient(address, key))
         if is_running:
-            yield address, run_or_exit(_name_on_server, server, model)
-            return
-    if not is_local(address):
-        fail(Unavailable(f"no server answers at {address}"))
-    name, env = _prepare(model, config)
-    with TemporaryServer(address, config, log_path(env), env) as temporary:
-        with err.status(f"[dim]starting {escape(name)} …[/dim]"), ServerClient(address, key) as server:
-            run_or_exit(_wait_until_listening, server, temporary)
-        yield address, name
-
-
-def _is_temporary(url: str) -> bool:
-    from modelyard.server.running_servers import running_servers
-
-    return any(server.temporary and server.url == url for server in running_servers())
+            name = run_or_exit(_name_on_server, server, model)
+        else:
+            if not is_local(address):
+                fail(Unavailable(f"no server answers at {address}"))
+            name, env = _prepare(model, config)
+            started = stack.enter_context(BackgroundServer(address, config, env, keep_alive_s))
+            with err.status(f"[dim]starting {escape(name)} …[/dim]"):  # it is loaded while the user types
+                run_or_exit(started.wait_until, server.is_running)
+            if keep_alive_s != 0:
+                err.print(f"[dim]{stays_notice(keep_alive_s)}[/dim]", highlight=False, soft_wrap=True)
+        if name in EMBEDDED_DEFAULTS["models"] and err.is_terminal:
+            err.print(f"[dim]{DEMO_NOTICE}[/dim]", highlight=False, soft_wrap=True)
+        with kept_alive(find_server(address), server.is_running):
+            yield address, name
 
 
 def free_port() -> int:
@@ -202,10 +204,3 @@ def _prepare(model: str, config: Path | None) -> tuple[str, dict[str, str]]:
 
 def _configured_name(config: Config, model: str) -> str | None:
     return model if config.router().catalog.find(model) is not None else None
-
-
-def _wait_until_listening(server: ServerClient, temporary: TemporaryServer) -> None:
-    """The model is loaded while the user types, or while the first request waits."""
-    while not server.is_running():
-        temporary.check_alive()
-        time.sleep(_POLL_S)

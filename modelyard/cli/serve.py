@@ -14,12 +14,14 @@ from rich.markup import escape
 
 from modelyard.cli.console import (
     ConfigOption,
+    KeepAliveOption,
     KeyOption,
     UrlOption,
     err,
     load_or_exit,
     out,
     print_problem,
+    read_keep_alive,
     run_or_exit,
 )
 from modelyard.server.client import find_url
@@ -64,7 +66,7 @@ def serve(
         os.environ |= {"MODELYARD_WORKERS__CLUSTER": "ray", "MODELYARD_WORKERS__RAY_ADDRESS": cluster}
     http = {"host": host, "port": port, "workers": workers}
     log = {"debug_dir": "debug"} if debug else {}
-    loaded = load_or_exit(config, {"http": http, "log": log})
+    loaded = load_or_exit(config, {"http": http, "log": log, "scheduler": {"endpoint": scheduler}})
     for problem in loaded.problems:
         print_problem(problem)
     raise typer.Exit(run_or_exit(run_server, loaded.config, config, http, debug, scheduler))
@@ -150,7 +152,7 @@ def launch(
     agent: Annotated[
         str,
         typer.Argument(
-            help="One of claude, codex, gemini, opencode, qwen, goose, cline, crush, continue, aider, roo and zed."
+            help="Such as claude, codex, gemini, opencode, copilot, pi, aider, vscode; a wrong name lists them all."
         ),
     ],
     own: Annotated[list[str] | None, typer.Argument(help="After --: arguments for the agent.")] = None,
@@ -161,15 +163,29 @@ def launch(
     key: KeyOption = None,
     config: ConfigOption = None,
     show: Annotated[bool, typer.Option("--print", help="Only print the equivalent shell commands.")] = False,
+    keep_alive: KeepAliveOption = "10m",
+    keep_config: Annotated[
+        bool,
+        typer.Option("--keep-my-config", help="Use your own settings and history of the agent, not private ones."),
+    ] = False,
 ) -> None:
-    """Run a coding agent on a local model. If no server runs, one is started for as long as the agent runs.
+    """Run a coding agent on a local model. If no server runs, one is started, which stays for the next command.
 
     For example: [bold]modelyard launch claude -- --resume[/bold]. Your own settings of an agent are not changed.
     """
     from modelyard.launch.launch import LaunchOptions, launch_agent, launch_script
 
     arguments = tuple(own or ())
-    options = LaunchOptions(agent=agent, url=find_url(url), model=model, key=key, config=config, arguments=arguments)
+    options = LaunchOptions(
+        agent=agent,
+        url=find_url(url),
+        model=model,
+        key=key,
+        config=config,
+        arguments=arguments,
+        keep_alive_s=run_or_exit(read_keep_alive, keep_alive),
+        keep_config=keep_config,
+    )
     if show:
         sys.stdout.write(run_or_exit(launch_script, options, os.environ))
         return

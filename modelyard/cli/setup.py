@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, cast, get_args
 
 import typer
 
 from modelyard.cli.console import out, run_or_exit
 from modelyard.cli.models import make_progress
-
-Library = Literal["cpu", "cuda", "cuda12", "vulkan", "metal"]
+from modelyard.library.llama_cpp_package import Variant
 
 
 def setup(
@@ -20,8 +19,12 @@ def setup(
         typer.Option("--build", help="Compile llama.cpp for this machine; CC, CXX and CMAKE_ARGS are used."),
     ] = False,
     library: Annotated[
-        Library | None,
-        typer.Option(help="Use the prebuilt library for this device; default: the best one that works here."),
+        str | None,
+        typer.Option(
+            metavar="KIND|PATH|VERSION",
+            help="Use another library: cpu, cuda, cuda12, vulkan or metal; a file or a folder; a version of the npm "
+            "package, of xllamacpp or of llama-cpp-python. Default: the best one that works here.",
+        ),
     ] = None,
     rebuild: Annotated[bool, typer.Option("--rebuild", help="Compile it again, without caches.")] = False,
     media: Annotated[
@@ -50,8 +53,10 @@ def setup(
         return
     if build or rebuild:
         make = partial(engine.set_up_build, fresh=rebuild)
+    elif library in get_args(Variant):
+        make = partial(engine.set_up_variant, cast("Variant", library), make_progress())
     elif library is not None:
-        make = partial(engine.set_up_variant, library, make_progress())
+        make = partial(engine.set_up_library, library, make_progress())
     else:
         make = partial(engine.set_up, make_progress())
     folder: Path = run_or_exit(make)

@@ -17,7 +17,7 @@ from modelyard.router.router import Route, Router, build_catalog, glob_covers
 from modelyard.router.settings import MODEL_KEYS, CacheSettings, ModelSettings
 from modelyard.scanner import formats
 from modelyard.workers import interpreter
-from modelyard.workers.transport import endpoint_error
+from modelyard.workers.transport import endpoint_error, scheduler_address
 
 ConfigFinding = tuple[ConfigPath, str, ProblemLevel]
 _NAMES_SHOWN = 3
@@ -44,7 +44,8 @@ def check_config(config: Config, merged: Table, env: Mapping[str, str]) -> Itera
             yield ("http", field), f"there is no file {str(file)!r}.", "error"
     if config.default_model is not None and config.default_model not in public:
         yield ("default_model",), _unknown("model", config.default_model, public), "error"
-    if config.scheduler.endpoint and (message := endpoint_error(config.scheduler.endpoint)) is not None:
+    endpoint = config.scheduler.endpoint
+    if endpoint and (message := endpoint_error(scheduler_address(endpoint))) is not None:
         yield ("scheduler", "endpoint"), message, "error"
 
 

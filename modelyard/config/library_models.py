@@ -14,7 +14,6 @@ import shutil
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
@@ -32,8 +31,7 @@ from modelyard.engines.llama_cpp.estimate import estimate_memory
 from modelyard.engines.llama_cpp.library import visible_memory
 from modelyard.engines.llama_cpp.model_shape import ModelShape, read_model_shape
 from modelyard.engines.llama_cpp.options import Options
-from modelyard.engines.vllm.model_folder import find_folder
-from modelyard.library import gguf, hub, llama_server, vllm_env
+from modelyard.library import catalogue, gguf, hub, llama_server
 from modelyard.library.cache_dir import models_dir
 from modelyard.library.default_model import DEFAULT_MODEL, is_default
 from modelyard.library.gguf import ModelPurpose, Task
@@ -41,11 +39,10 @@ from modelyard.library.model_files import (
     LibraryEntry,
     candidate_paths,
     find_model_file,
-    folder_format,
     read_entries,
     split_parts,
 )
-from modelyard.library.variants import MemoryBudget
+from modelyard.library.variants import AGENT_WINDOW, MemoryBudget
 from modelyard.prompt.render import mentions_thinking_switch
 from modelyard.prompt.template_source import find_template
 from modelyard.router.router import model_entry
@@ -220,11 +217,11 @@ _WINDOWS = (131_072, 98_304, 65_536, 49_152, 40_960, 32_768, 24_576, 16_384, 12_
 _LONGEST = 131_072
 _LONGEST_ON_CPU = 65_536  # a longer prompt takes a CPU half an hour
 _UNKNOWN = 4_096  # for a file that does not say how long it was trained
-_AGENT = 40_960  # what a coding agent needs; two such conversations are better than one that is longer
 _KV_SHARE = 0.3  # of the memory, or as much as the weights take: a model that nobody asked for leaves room
 
 
 _PARALLEL = (8, 6, 4, 3, 2)  # conversations at the same time, the most first
+_SMALL, _SMALL_SHARE = 1 << 30, 1 / 16  # for more than two of a small model: nobody expects 2 GiB for one of 94 MiB
 _UNKNOWN_PARALLEL = 4  # of a model whose files are not here
 
 
@@ -239,26 +236,28 @@ class WindowChoice(Struct, frozen=True):
 def choose_window(shape: ModelShape, budget: MemoryBudget) -> WindowChoice:
     """The largest window that the model was trained for and the memory allows. Where an agent's conversation fits
     twice, two are kept, so that its side requests do not push out the main one; with more memory up to eight."""
-    on_gpu, room = _room(shape, budget)
+    on_gpu, room, more = _room(shape, budget)
     longest = min(shape.trained or _UNKNOWN, _LONGEST if on_gpu else _LONGEST_ON_CPU)
     windows = sorted({longest, *(window for window in _WINDOWS if window < longest)}, reverse=True)
 
     def fits(window: int, parallel: int) -> bool:
-        return _beyond_weights(shape, {"": CacheInfo(window, parallel)}, on_gpu) <= room
+        needed = _beyond_weights(shape, {"": CacheInfo(window, parallel)}, on_gpu)
+        return needed <= (room if parallel <= 2 else more)
 
     window = next((window for window in windows if fits(window, 1)), windows[-1])
     parallel = next((count for count in _PARALLEL if fits(window, count)), 1)
-    if parallel == 1 and window > _AGENT:
-        smaller = [other for other in windows if _AGENT <= other < window and fits(other, 2)]
+    if parallel == 1 and window > AGENT_WINDOW:  # two conversations of an agent are better than one that is longer
+        smaller = [other for other in windows if AGENT_WINDOW <= other < window and fits(other, 2)]
         window, parallel = (smaller[0], 2) if smaller else (window, 1)
     return WindowChoice(window, parallel, _reason(shape, window, longest, budget, on_gpu))
 
 
-def _room(shape: ModelShape, budget: MemoryBudget) -> tuple[bool, int]:
-    """Whether the weights fit on the GPU, and the bytes for KV and buffers beside them."""
+def _room(shape: ModelShape, budget: MemoryBudget) -> tuple[bool, int, int]:
+    """Whether the weights fit on the GPU, and the bytes for the KV and buffers of two conversations, and of more."""
     on_gpu = bool(budget.gpu) and shape.weights < budget.gpu
     memory = budget.gpu if on_gpu else budget.gpu + budget.ram
-    return on_gpu, min(memory - shape.weights, max(shape.weights, int(_KV_SHARE * memory)))
+    room = min(memory - shape.weights, max(shape.weights, int(_KV_SHARE * memory)))
+    return on_gpu, room, min(room, int(_SMALL_SHARE * memory)) if shape.weights < _SMALL else room
 
 
 def _beyond_weights(shape: ModelShape, caches: Mapping[str, CacheInfo], on_gpu: bool) -> int:
@@ -274,11 +273,11 @@ def choose_parallel(
     shape: ModelShape, caches: Mapping[str, CacheInfo], chosen: Collection[str], budget: MemoryBudget
 ) -> int:
     """The conversations of each `chosen` cache: as many as fit beside the weights and the model's other caches."""
-    on_gpu, room = _room(shape, budget)
+    on_gpu, room, more = _room(shape, budget)
 
     def fits(count: int) -> bool:
         with_count = {name: replace(info, parallel=count) if name in chosen else info for name, info in caches.items()}
-        return _beyond_weights(shape, with_count, on_gpu) <= room
+        return _beyond_weights(shape, with_count, on_gpu) <= (room if count <= 2 else more)
 
     return next((count for count in _PARALLEL if fits(count)), 1)
 
@@ -383,7 +382,9 @@ def _library_model(
         return LibraryModel(entry, reason=f"{path} is missing")
     try:
         facts, backend = store.read(path), entry_backend(entry)
-        _verify(str(backend["backend"]))
+        engine = plugins.engine(str(backend["backend"]))
+        if backend["backend"] != "llama_cpp":  # its self-test takes a moment, and a failure concerns every model
+            engine.verify()
     except (ModelyardError, OSError) as error:
         return LibraryModel(entry, reason=error.message if isinstance(error, ModelyardError) else str(error))
     if backend["backend"] not in ("llama_cpp", "llama_server"):
@@ -391,8 +392,11 @@ def _library_model(
     choice = choose_window(facts.shape, budget)
     if (lacking := _lacking_memory(facts.shape, choice)) is not None:
         return LibraryModel(entry, reason=lacking)
-    if backend["backend"] in ("vllm", "vllm_serve"):
-        backend |= _vllm_memory(facts.shape, choice, on_gpu=bool(budget.gpu))
+    kv_values = (facts.shape.key + facts.shape.value) * choice.window * choice.parallel
+    try:
+        backend |= engine.library_options(kv_values, bool(budget.gpu))
+    except ModelyardError as error:
+        return LibraryModel(entry, reason=error.message)
     table: Table = {
         **backend,
         "path": entry.path,
@@ -402,7 +406,9 @@ def _library_model(
         "parallel": choice.parallel,
         "description": " ".join(text for text in (entry.source, entry.quant) if text),
     }
-    decoding = facts.sampling | entry.settings.get("decoding", {})
+    listed = catalogue.of_repo(entry.source)
+    decoding = facts.sampling or (listed.sampling if listed is not None else {})
+    decoding |= entry.settings.get("decoding", {})
     table |= entry.settings | ({"decoding": decoding} if decoding else {})
     if facts.shape.purpose.task != "chat":
         del table["n_ctx"], table["parallel"]  # it reads single texts, as long as the file says
@@ -449,38 +455,14 @@ def entry_backend(entry: LibraryEntry) -> Table:
 
 
 def folder_backend(folder: Path) -> Table:
-    """ct2 for CTranslate2, exllamav3 for EXL3, and vLLM for other Hugging Face folders: in process if it is installed
-    here, else as the program."""
-    if folder_format(folder) == "ct2":
-        return {"backend": "ct2"}
-    with suppress(ModelyardError):
-        quantization = read_config(folder).get("quantization_config")
-        if isinstance(quantization, dict) and quantization.get("quant_method") == "exl3":
-            return {"backend": "exllamav3"}
-    if find_spec("vllm") is None and (shutil.which("vllm") or vllm_env.is_ready()):
-        return {"backend": "vllm_serve"}
-    return {"backend": "vllm"}
-
-
-def _vllm_memory(shape: ModelShape, choice: WindowChoice, *, on_gpu: bool) -> Table:
-    """By default vLLM takes nine tenths of the memory: a model of the library takes what its window needs. On a CPU it
-    computes in float32, since bfloat16 crashes on some, and does not compile, which takes minutes."""
-    size = 2 if on_gpu else 4
-    kv = (shape.key + shape.value) * size * choice.window * choice.parallel
-    table: Table = {"vllm_kv_cache_memory_bytes": max(kv + kv // 8, 256 << 20)}
-    if on_gpu:
-        return table | {"vllm_gpu_memory_utilization": 0.01}
-    return table | {"vllm_dtype": "float32", "vllm_enforce_eager": True}
-
-
-def _verify(backend: str) -> None:
-    """Raises if the engine cannot run here."""
-    if backend == "vllm" and find_spec("vllm") is None:
-        raise plugins.MissingLibrary(
-            "a Hugging Face folder needs vLLM: pip install 'modelyard[vllm]', or put the program vllm on the PATH"
-        )
-    if backend != "llama_cpp":  # its self-test takes a moment, and a failure concerns every model
-        plugins.engine(backend).verify()
+    """The engine whose own format it is, else one that runs every Hugging Face folder."""
+    taken: dict[str, int] = {}
+    for name in plugins.names("engines"):
+        with suppress(ModelyardError):  # a plug-in that cannot be imported takes nothing
+            taken[name] = plugins.engine(name).takes_folder(folder)
+    if not any(taken.values()):
+        raise plugins.MissingLibrary(f"no engine that is installed here runs the folder {folder}")
+    return {"backend": max(taken, key=taken.__getitem__)}
 
 
 def missing_hub_model(settings: ModelSettings) -> str | None:
@@ -488,8 +470,8 @@ def missing_hub_model(settings: ModelSettings) -> str | None:
     name = settings.options.get("vllm_model") or settings.path
     if not isinstance(name, str) or hub.parse_reference(name) is None:
         return None
-    is_vllm = settings.backend in ("vllm", "vllm_serve")
-    is_here = find_folder(name) is not None if is_vllm else any(path.exists() for path in candidate_paths(name))
+    find = plugins.engine(settings.backend).find_model if settings.backend in plugins.names("engines") else None
+    is_here = find(name) is not None if find is not None else any(path.exists() for path in candidate_paths(name))
     return None if is_here else name
 
 

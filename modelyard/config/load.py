@@ -56,7 +56,7 @@ EMBEDDED_DEFAULTS: Final[dict[str, Any]] = {
         "smollm2": {
             "backend": "llama_cpp",
             "path": DEFAULT_MODEL.path,
-            "description": "A small model that runs anywhere",
+            "description": "A demo that runs anywhere; for real work: modelyard start",
         }
     },
     "caches": {

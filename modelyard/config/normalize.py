@@ -75,7 +75,7 @@ def _move_aliases(layer: ConfigLayer) -> Iterator[ConfigProblem]:
     for section, kind in (("models", ModelSettings), ("caches", CacheSettings)):
         aliases, tables = field_aliases(kind), layer.data.get(section)
         for name, table in tables.items() if isinstance(tables, dict) else ():
-            for alias in aliases.keys() & table.keys() if isinstance(table, dict) else ():
+            for alias in [key for key in table if key in aliases] if isinstance(table, dict) else ():
                 old = (*layer.original_path((section, name)), alias)
                 yield from _move(layer, old, (section, name, aliases[alias]), table.pop(alias))
 
@@ -91,12 +91,18 @@ def _drop_unknown_sections(layer: ConfigLayer) -> Iterator[ConfigProblem]:
 
 
 def resolve_defaults(merged: Table, layers: Sequence[ConfigLayer]) -> list[ConfigProblem]:
-    """Set what depends on all sources: the named model, `enabled`, and backends. Changes `merged`."""
+    """Set what depends on all sources: the named model, `enabled`, backends, and the dialect of llm-pool's clients.
+    Changes `merged`."""
     engine, model = merged.pop("engine", {}), merged.pop("model", {})
     models = merged.setdefault("models", {})
     if not isinstance(models, dict):
         return []
     problems = list(_resolve_named_model(merged, model, layers))
+    http = merged.setdefault("http", {})
+    if isinstance(http, dict) and any(layer.pool_models for layer in layers):
+        http.setdefault("responses_dialect", "pool")
+    scheduler = merged.get("scheduler")
+    is_gateway = isinstance(scheduler, dict) and bool(scheduler.get("endpoint"))
     for name, table in models.items():
         if not isinstance(table, dict):
             continue
@@ -104,12 +110,20 @@ def resolve_defaults(merged: Table, layers: Sequence[ConfigLayer]) -> list[Confi
             # The source that defines a model decides; a later one only overrides some of its fields.
             first = next((layer for layer in layers if layer.has(("models", name))), None)
             table["enabled"] = first is None or name not in first.pool_models
+        if isinstance(tokens := table.get("exllama_cache_size"), int) and not _has_cache(merged, name):
+            table.setdefault("n_ctx", tokens - 1)  # llm-pool has no other window; one token is the engine's own
         if table.get("backend") is None:
             default = engine.get("backend")
             table["backend"] = default if default is not None else infer_backend(table.get("path"))
-        if table["backend"] is None:
+        if table["backend"] is None and not (is_gateway and table.get("path") is None):  # its scheduler has it
             problems.append(problem_at(layers, ("models", name, "backend"), _no_backend(table.get("path"))))
     return problems
+
+
+def _has_cache(merged: Table, model: str) -> bool:
+    caches = merged.get("caches")
+    tables = caches.values() if isinstance(caches, dict) else ()
+    return any(isinstance(cache, dict) and cache.get("model") == model for cache in tables)
 
 
 def _no_backend(path: Any) -> str:

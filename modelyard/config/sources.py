@@ -376,7 +376,7 @@ def _lines(path: Path, draft: str | None = None) -> dict[str, int]:
 
 PREFIX = "MODELYARD_"
 ENVIRONMENT = "environment"
-_NOT_SETTINGS = re.compile(r"MODELYARD_(GOLDEN|CACHE|TEMPORARY_SERVER|WORKER_.*|URL|API_KEY|ADMIN_KEY)")
+_NOT_SETTINGS = re.compile(r"MODELYARD_(GOLDEN|CACHE|KV_STORE|TEMPORARY_SERVER|WORKER_.*|URL|API_KEY|ADMIN_KEY)")
 
 
 # The names of the models and caches in files, by section: a variable's name cannot spell their case and punctuation.

@@ -75,6 +75,7 @@ class Prompt(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     adapters: tuple[tuple[str, float], ...] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None  # the same of the prompt's tokens, after the first; then no KV is reused
+    logprobs_last: int | None = None  # … of so many of its last tokens only; KV before them is reused
     deadline: float | None = None  # `time.monotonic`; another process gets the seconds that are left
     trace: str = ""
     dedup_key: str | None = None  # equal prompts with an equal key may share one generation
@@ -170,6 +171,7 @@ class CacheInfo(Struct, frozen=True):
 
 class Capabilities(Struct, frozen=True):
     modalities: tuple[str, ...] = ("text",)
+    modalities_need: str = ""  # what this machine lacks for more of them: a sentence for the client
     generates: bool = True  # it continues texts
     chat: bool = True  # and takes conversations: not without a chat template, which the model's definition knows
     multi_turn: bool = True
@@ -212,13 +214,25 @@ class SequenceStats(Struct, frozen=True):
     used: float | None = None
 
 
+class PrefixStats(Struct, frozen=True):
+    """One leaf of a cache's tree of prefixes: `tokens` of KV, the first `shared` of which the leaf before it has, too.
+    It is in the sequence `id`, or parked in RAM."""
+
+    tokens: int
+    shared: int = 0
+    id: int | None = None
+    session: str | None = None
+
+
 class CacheStats(Struct, frozen=True):
-    """Totals since the engine was opened. `evictions`: conversations that lost their KV to another."""
+    """Totals since the engine was opened. `evictions`: conversations that lost their KV to another. `prefixes`: all KV,
+    from left to right in the tree."""
 
     reused_tokens: int = 0
     evaluated_tokens: int = 0
     evictions: int = 0
     sequences: tuple[SequenceStats, ...] = ()
+    prefixes: tuple[PrefixStats, ...] = ()
 
 
 class EngineStats(Struct, frozen=True):
@@ -407,6 +421,19 @@ class EnginePlugin(Struct, frozen=True, kw_only=True):
     faults: Callable[[EngineSpec], Iterable[tuple[str, str]]] = _no_faults
     # Why it did not open, from the last lines of its process.
     explain: Callable[[ModelyardError, Sequence[str]], ModelyardError] | None = None
+    # A model folder of the library without a section in a file: 2 if the format is its own, 1 if it runs every Hugging
+    # Face folder, 0 if it is not for it. The engine with the highest number runs the model.
+    takes_folder: Callable[[Path], int] = lambda _: 0
+    # Options of such a model, by the number of values in its KV cache and whether it is on a GPU. Raises if it cannot
+    # run here.
+    library_options: Callable[[int, bool], Mapping[str, Any]] = lambda *_: {}
+    find_model: Callable[[str], Path | None] | None = (
+        None  # by the name in the settings; None: a path, or the library's
+    )
+    # For `doctor`: the name of its library or program, the packages that bring the library, and where the program is.
+    title: str = ""
+    distributions: Sequence[str] = ()
+    find_program: Callable[[], str] | None = None
     # For `modelyard optimize`: a package with the module `knobs` (`core/knobs.py`), and optionally `bench` and `loss`;
     # and whether `knobs.fitted(spec)` tells what the engine's own program would set on a machine with GPUs.
     tuning: str | None = None

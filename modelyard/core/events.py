@@ -16,10 +16,12 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from modelyard.core.errors import Incomplete, ModelyardError
-from modelyard.core.request import Text, Thinking, ToolCall, ToolResult
+from modelyard.core.request import Compaction, Text, Thinking, ToolCall, ToolResult
 
-BlockKind = Literal["text", "thinking", "tool_call", "tool_result"]
-StopReason = Literal["end", "tool_calls", "stop_string", "max_tokens", "window", "content_filter"]
+BlockKind = Literal["text", "thinking", "tool_call", "tool_result", "compaction"]
+StopReason = Literal[
+    "end", "tool_calls", "stop_string", "max_tokens", "window", "repetition", "content_filter", "compaction"
+]
 
 
 class TokenLogprob(Struct, frozen=True, gc=False):
@@ -173,6 +175,7 @@ class Finished(Struct, frozen=True, tag=True, gc=False):
     stop_string: str | None = None
     timings: Timings = Timings()
     storing_failed: bool = False  # the reply cannot be continued by its id
+    compaction: Usage | None = None  # of the summary that the reply begins with
 
 
 class Failed(Struct, frozen=True, tag=True):
@@ -279,6 +282,8 @@ class ReplyBuilder:
             return Block(Text(text), logprobs)
         if start.kind == "thinking":
             return Block(Thinking(text, end.signature), logprobs)
+        if start.kind == "compaction":
+            return Block(Compaction(text))
         if end.result is not None:
             return Block(end.result)
         call = ToolCall(start.call_id, start.name, text, start.namespace, start.custom, server=start.server)
@@ -328,7 +333,7 @@ def _block_events(index: int, block: Block) -> Iterator[Event]:
         yield BlockStart(index, "thinking")
         text, signature = part.text, part.signature
     else:
-        yield BlockStart(index, "text")
+        yield BlockStart(index, "compaction" if isinstance(part, Compaction) else "text")
         text = part.text
     if text or block.logprobs:
         yield BlockDelta(index, text, block.logprobs)

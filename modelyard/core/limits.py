@@ -36,13 +36,16 @@ StopString = Annotated[str, Meta(max_length=1024)]
 StopStrings = Annotated[list[StopString], Meta(max_length=128)]
 Samplers = Annotated[tuple[Annotated[str, Meta(max_length=64)], ...], Meta(max_length=32)]
 SequenceBreakers = Annotated[tuple[Annotated[str, Meta(max_length=64)], ...], Meta(max_length=32)]
-LogitBias = Annotated[dict[Annotated[str, Meta(max_length=16)], float], Meta(max_length=1 << 14)]
+LogitBias = Annotated[dict[Annotated[str, Meta(max_length=64)], float], Meta(max_length=1 << 14)]
 LogitBiasPairs = Annotated[list[Annotated[list[Any], Meta(max_length=2)]], Meta(max_length=1 << 14)]
 Words = Annotated[list[Word], Meta(max_length=64)]
 TokenIds = Annotated[list[int], Meta(max_length=1 << 21)]
 Prompts = Annotated[list[Text | int | TokenIds], Meta(max_length=1 << 21)]  # or the token ids of one
+MixedPrompt = Annotated[list[Text | int], Meta(max_length=1 << 21)]  # texts among the token ids of one prompt
 Choices = Annotated[list[Annotated[str, Meta(max_length=1024)]], Meta(max_length=1024)]  # texts that an output may be
 JsonObject = Annotated[dict[str, Any], Meta(max_length=100_000)]
+LlamaPrompt = Text | MixedPrompt | JsonObject  # llama-server's: also {"prompt_string", "multimodal_data"}
+LlamaPrompts = Text | Annotated[list[Text | MixedPrompt | JsonObject | int], Meta(max_length=1 << 21)] | JsonObject
 AdapterScales = Annotated[list[JsonObject], Meta(max_length=64)]
 ScoredTexts = Annotated[list[Text], Meta(max_length=10_000)]
 Documents = Annotated[tuple[JsonObject, ...], Meta(max_length=10_000)]

@@ -24,13 +24,15 @@ RESULTS = ("<tool_response>\n", "\n</tool_response>")  # as most families write 
 class GrammarContext(Struct, frozen=True):
     """Where a grammar begins: the special tokens of the vocabulary, and whether the prompt left reasoning open.
 
-    With a `schema` the output is either calls or a text that matches it.
+    With a `schema` the output is either calls or a text that matches it. A grammar adds to `not_enforced` what
+    it leaves out of the schemas of tools: `tool/path`.
     """
 
     specials: Mapping[str, int] = field(default_factory=dict)
     thinking: bool = False
     parallel: bool = True  # several calls may follow each other
     schema: Mapping[str, Any] | None = None
+    not_enforced: list[str] = field(default_factory=list)
 
 
 # (tools, tool choice[, GrammarContext]) → the call syntax of a family. None: there is no grammar, or it would constrain

@@ -18,6 +18,7 @@ from msgspec import Struct, field, to_builtins
 from msgspec.structs import replace
 
 FILE_ID = "file-id:"  # begins the URL of an image or document that is an uploaded file: here, or at an upstream
+TOOL_SEARCH = ":tool_search"  # the `server` of calls with which the model finds deferred tools
 
 
 class Text(Struct, frozen=True, tag="text", gc=False):
@@ -98,6 +99,10 @@ class ItemReference(Struct, frozen=True, tag="item_reference", gc=False):
     optional: bool = False
 
 
+class Compaction(Text, frozen=True, tag="compaction", gc=False):
+    """A summary of the conversation before it, in a reply. A client sends it back, and it is read as a text."""
+
+
 Part = Text | Image | Audio | Document | Thinking | ToolCall | ToolResult | ToolReference | ToolApproval | ItemReference
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 
@@ -106,6 +111,13 @@ class Message(Struct, frozen=True, gc=False):
     role: Role
     parts: tuple[Part, ...] = ()
     name: str | None = None
+
+
+SUMMARY = "Summary of the conversation before this point:\n\n"  # begins the text that a compaction is read as
+
+
+def summary_message(summary: str) -> Message:
+    return Message("user", (Text(SUMMARY + summary),))
 
 
 class ToolSelection(Struct, frozen=True):
@@ -259,16 +271,53 @@ class Infill(Struct, frozen=True):
 Priority = Literal["main", "background"]
 
 
+class ClearToolUses(Struct, frozen=True):
+    """Results of tools that the model is not shown again: of all calls but the newest `keep`, where the prompt has more
+    than `above_tokens` and the conversation more calls than `above_uses`; not of the tools in `exclude`, and only if
+    that makes `at_least` tokens. `inputs`: the arguments of those calls too, of all tools or of the named ones."""
+
+    keep: int = 3
+    above_tokens: int = 100_000
+    above_uses: int = 0
+    at_least: int = 0
+    exclude: tuple[str, ...] = ()
+    inputs: bool | tuple[str, ...] = False
+
+
+class ContextManagement(Struct, frozen=True):
+    """What becomes of a long conversation before the model reads it: `modelyard.gateway.compaction`. The newest turns
+    whose reasoning is shown are `keep_thinking`; None: of all. Beyond `compact_above` tokens, or `compact_now`, it is
+    summarised; with `compact_now` or `pause` the reply is the summary alone. `instructions` are for the summary: with
+    `compact_now` in place of our own."""
+
+    clear_tool_uses: ClearToolUses | None = None
+    keep_thinking: int | None = None
+    compact_above: int | None = None
+    compact_now: bool = False
+    pause: bool = False
+    instructions: str = ""
+
+
+class Fallback(Struct, frozen=True):
+    """Another model that may answer, named by the client, and what it is asked in place of the request's own."""
+
+    model: str
+    max_tokens: int | None = None
+    reasoning: Reasoning | None = None
+
+
 class Request(Struct, frozen=True, kw_only=True, gc=False):
     model: str
     messages: tuple[Message, ...] = ()
     instructions: bool = False  # the leading system message applies to this request only
     prompts: tuple[str | tuple[int, ...], ...] = ()  # raw prompts without a template; `messages` is empty
+    mixed_prompts: tuple[tuple[str | int, ...], ...] = ()  # the same with texts among token ids, until it is prepared
     tools: tuple[Tool, ...] = ()
     tool_choice: ToolChoice = ToolChoice()
     parallel_tool_calls: bool | None = None
     max_tool_calls: int | None = None  # of MCP servers' tools
     sampling: Sampling = DEFAULT_SAMPLING
+    biased_texts: tuple[tuple[str, float], ...] = ()  # whose tokens `logit_bias` gets, when it is prepared
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     n: int = 1
@@ -289,7 +338,8 @@ class Request(Struct, frozen=True, kw_only=True, gc=False):
     session: str | None = None
     user: str | None = None
     metadata: dict[str, Any] | None = None
-    previous: str | None = None  # previous_response_id, resolved by the gateway
+    previous: str | None = None  # previous_response_id, or a thread's previous_message_id; resolved by the gateway
+    thread: bool = False  # Messages: the conversation is kept under the reply's id
     store: bool | None = None
     background: bool = False  # Responses: it runs without its client, which asks for the result later
     conversation: str | None = None  # the stored conversation that it continues, resolved by the gateway
@@ -307,6 +357,9 @@ class Request(Struct, frozen=True, kw_only=True, gc=False):
     allow_remote: bool = False  # the client consents to remote engines; it counts on a server without keys
     kv_scope: str = ""  # as `Prompt.scope`; the gateway sets it
     dialect: str = ""  # on a path with several dialects: the reply's dialect
+    context: ContextManagement | None = None
+    fallbacks: tuple[Fallback, ...] = ()  # tried after the route's own
+    applied_edits: tuple[dict[str, Any], ...] = ()  # of `context`, as the reply has them; the gateway sets it
     warnings: tuple[str, ...] = ()  # accepted fields without effect; the gateway logs and counts them
 
 

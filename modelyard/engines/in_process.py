@@ -317,6 +317,10 @@ class ThreadedEngine(InProcessEngine[J]):
     def _finish_step(self) -> None:
         """Called before the set of jobs changes: completes what `_step` left in flight."""
 
+    def _idle_work(self) -> bool:
+        """Called while there is nothing else to do: a short piece of work. False: there is none."""
+        return False
+
     def _after_shutdown(self) -> None:
         """Called after a clean end, before the model is unloaded; saves state."""
 
@@ -443,6 +447,8 @@ class ThreadedEngine(InProcessEngine[J]):
         """Takes what has arrived; blocks only while there is no work. False: the engine closes."""
         busy = self._has_work()
         while not (busy and self._inbox.empty()):
+            while self._inbox.empty() and self._idle_work():
+                pass
             item = self._inbox.get()
             if item is None:
                 return False

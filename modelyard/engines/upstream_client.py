@@ -21,6 +21,7 @@ from modelyard.engines.upstream_connection import (
     ConnectionPool,
     Origin,
 )
+from modelyard.telemetry.tracing import current_traceparent
 
 _MAX_BUFFERED = 256 << 10  # bytes of a body that wait for the reader before the connection is paused
 # Small servers end lines with LF alone, or write spaces where none belong. An upstream is configured, not a stranger.
@@ -80,12 +81,14 @@ class UpstreamClient:
         head = self._heads.get((method, path))
         if head is None:
             head = self._heads[method, path] = self._head(method, path)
+        parent = current_traceparent.get()
+        trace = b"traceparent: %b\r\n" % parent.encode() if parent else b""
         for is_last in (False, True):
             connection = await self._pool.acquire()
             was_used = connection.was_used
             response = ClientResponse(connection, self._timeout)
             try:
-                connection.transport.write(b"%b%d\r\n\r\n%b" % (head, len(body), body))
+                connection.transport.write(b"%b%d\r\n%b\r\n%b" % (head, len(body), trace, body))
                 if connection.early:
                     response.receive(connection.early)
                 await response.wait_for_headers()

@@ -34,8 +34,8 @@ from modelyard.core.errors import (
     with_message,
 )
 from modelyard.core.events import CacheReuse, Event, Failed, Measured, PromptRead, Started
-from modelyard.core.request import Caller, Request
-from modelyard.gateway.prepare import Preparer
+from modelyard.core.request import Caller, Fallback, Request
+from modelyard.gateway.compaction import Compactor
 from modelyard.gateway.prepared_request import PreparedRequest
 from modelyard.gateway.request_work import RequestWork
 from modelyard.gateway.stream import EventBatch, Stream
@@ -105,26 +105,38 @@ def fallback_header(skipped: Sequence[SkippedModel], model: str) -> str:
 class FallbackPlan(Struct, frozen=True):
     """What is left to try: the client's request, the other targets, and what has failed so far."""
 
-    request: Request
     size: int  # bytes of its body
-    targets: tuple[Target, ...]
+    targets: tuple[tuple[Target, Request], ...]  # the client's request, as each model is asked
     attempts: tuple[Attempt, ...]
     wait_s: float | None
 
 
 async def prepare_first(
-    preparer: Preparer, request: Request, caller: Caller, work: RequestWork | None, target: Target
+    preparer: Compactor,
+    request: Request,
+    caller: Caller,
+    work: RequestWork | None,
+    target: Target,
+    named: Sequence[tuple[Target, Fallback]] = (),
 ) -> PreparedRequest:
-    """For the first model that takes the request. Raises if none does."""
+    """For the first model that takes the request: of the route, then of those that the client names. Raises if none
+    does."""
     size = 0 if work is None else work.size
-    plan = FallbackPlan(request, size, (target, *target.fallbacks), (), target.fallback_wait_s)
+    targets = [(each, request) for each in (target, *target.fallbacks)]
+    targets += [(each, _asked_of(fallback, request)) for each, fallback in named]
+    plan = FallbackPlan(size, tuple(targets), (), target.fallback_wait_s)
     return await _prepare_next(preparer, plan, caller, work or RequestWork(size, caller.deadline))
 
 
-async def _prepare_next(preparer: Preparer, plan: FallbackPlan, caller: Caller, work: RequestWork) -> PreparedRequest:
-    for number, target in enumerate(plan.targets):
+def _asked_of(fallback: Fallback, request: Request) -> Request:
+    limit, reasoning = fallback.max_tokens or request.max_tokens, fallback.reasoning or request.reasoning
+    return replace(request, model=fallback.model, max_tokens=limit, reasoning=reasoning)
+
+
+async def _prepare_next(preparer: Compactor, plan: FallbackPlan, caller: Caller, work: RequestWork) -> PreparedRequest:
+    for number, (target, request) in enumerate(plan.targets):
         try:
-            prepared = await preparer.prepare(plan.request, caller, target, work)
+            prepared = await preparer.prepare(request, caller, target, work)
         except ModelyardError as error:
             plan = replace(plan, attempts=_failed(preparer.metrics, plan, target.model, error, caller.deadline))
             continue
@@ -156,7 +168,7 @@ class FallbackStream:
         self,
         prepared: PreparedRequest,
         plan: FallbackPlan,
-        preparer: Preparer,
+        preparer: Compactor,
         start: Callable[[PreparedRequest], Stream],
     ) -> None:
         self.prepared, self._plan, self._preparer, self._start_model = prepared, plan, preparer, start

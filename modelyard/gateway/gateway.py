@@ -5,6 +5,7 @@
                           → fetch images → render → tokenize → check the window → build the constraint
     Gateway.start         open the stream of the request (`stream.py`), from the outermost to the innermost:
       FallbackStream        the first model of the route that answers          (only if the route has several)
+      CompactingStream      summarise a long conversation, then answer         (only if the request or route says so)
       ToolRounds            generate, call tools of MCP servers, generate …    (only if there are such tools)
       SharedReader          join an identical running request                  (only if both get the same reply)
       MultiChoiceStream     several replies on one lease                       (only if several are wanted)
@@ -33,6 +34,7 @@ from modelyard.core.protocol import INLINE_BYTES, WireProtocol
 from modelyard.core.request import Caller, Request
 from modelyard.gateway.cache_diagnostics import CacheDiagnostics
 from modelyard.gateway.choices import MultiChoiceStream
+from modelyard.gateway.compaction import CompactingStream, Compactor
 from modelyard.gateway.fallbacks import FallbackStream, prepare_first
 from modelyard.gateway.files import Files
 from modelyard.gateway.inputs import InputReader
@@ -80,6 +82,7 @@ class Gateway:
         self.draining = False  # the server is ending: it lets requests finish and takes no new ones
         self.lookup, self.running = ModelLookup(router, models, leases), RunningRequests()
         self.preparer = Preparer(self.lookup, images, metrics, self.accounts, replay, files, mcp)
+        self._compactor = Compactor(self.preparer)
         self._services = StreamServices(
             leases=leases,
             metrics=metrics,
@@ -125,19 +128,23 @@ class Gateway:
         prepared = None
         while prepared is None:  # a reload may replace the route and its model meanwhile
             target = self.lookup.router.resolve(request.model, caller.endpoint)
-            if target.fallbacks:
-                return await prepare_first(self.preparer, request, caller, work, target)
-            prepared = await self.preparer.attempt(request, caller, target, work)
+            named = [(self.lookup.router.resolve(each.model, caller.endpoint), each) for each in request.fallbacks]
+            if target.fallbacks or named:
+                return await prepare_first(self._compactor, request, caller, work, target, named)
+            prepared = await self._compactor.attempt(request, caller, target, work)
         return prepared
 
     def start(self, prepared: PreparedRequest, capture: RequestCapture | None = None) -> Stream:
         """Raise at once where waiting would be in vain: a full queue, a rate limit, a model that is not loaded."""
         if prepared.plan is None:
             return self._start_model(prepared, capture)
-        return FallbackStream(prepared, prepared.plan, self.preparer, partial(self._start_model, capture=capture))
+        return FallbackStream(prepared, prepared.plan, self._compactor, partial(self._start_model, capture=capture))
 
     def _start_model(self, prepared: PreparedRequest, capture: RequestCapture | None) -> Stream:
         """The request on the model that was chosen."""
+        if prepared.compaction is not None:
+            start = partial(self._start_model, capture=capture)
+            return CompactingStream(prepared, prepared.compaction, self._compactor, start)
         if prepared.server_tools is None:
             return self._generate(prepared, capture)
         generate = partial(self._generate, capture=capture)

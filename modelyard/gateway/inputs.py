@@ -85,7 +85,7 @@ class InputReader:
         return usage.prompt - len(ids)
 
     async def embed(self, request: EmbeddingRequest, caller: Caller, work: RequestWork | None = None) -> Embeddings:
-        target, model, can = await self._resolve_reader(request.model, caller)
+        target, model, can = await self.resolve(request.model, caller)
         check_embeddings(can, model.name)
         chars = sum(map(len, request.inputs))
         batch = await self._encode(_encode_inputs, request, target, model, chars, caller, work, request.truncate)
@@ -97,11 +97,11 @@ class InputReader:
                 return await engine.embed_inputs(request)
             raise Unsupported(f"the model {model.name!r} makes no embeddings", code="embeddings_unsupported")
 
-        return await self._read_inputs(read, target, caller, batch, lambda made: made.prompt_tokens, request.keep_alive)
+        return await self.read_inputs(read, target, caller, batch, lambda made: made.prompt_tokens, request.keep_alive)
 
     async def rerank(self, request: RerankRequest, caller: Caller, work: RequestWork | None = None) -> Ranking:
         """The documents, the most relevant first."""
-        target, model, can = await self._resolve_reader(request.model, caller)
+        target, model, can = await self.resolve(request.model, caller)
         check_rerank(can, model.name)
         chars = sum(map(len, request.documents)) + len(request.query) * len(request.documents)
         batch = await self._encode(_encode_pairs, request, target, model, chars, caller, work)
@@ -114,11 +114,11 @@ class InputReader:
                 return await engine.rerank(request)
             raise Unsupported(f"the model {model.name!r} ranks no documents", code="rerank_unsupported")
 
-        found = await self._read_inputs(read, target, caller, batch, lambda made: made.prompt_tokens)
+        found = await self.read_inputs(read, target, caller, batch, lambda made: made.prompt_tokens)
         best = sorted(found.scores, key=lambda scored: -scored[1])
         return Ranking(best[: request.top_n], found.prompt_tokens)
 
-    async def _resolve_reader(self, name: str, caller: Caller) -> tuple[Target, Model, Capabilities]:
+    async def resolve(self, name: str, caller: Caller) -> tuple[Target, Model, Capabilities]:
         """As `ModelLookup.find`, with what the model can do."""
         self._services.accounts.check_budget(caller.key)
         target, model, engine = self._lookup.find(name, caller)
@@ -155,7 +155,7 @@ class InputReader:
             raise ContextOverflow(longest, target.window)
         return batch
 
-    async def _read_inputs(
+    async def read_inputs(
         self,
         read: Callable[[Engine], Awaitable[Read]],
         target: Target,
@@ -163,12 +163,14 @@ class InputReader:
         batch: Sequence[Sequence[int]],
         count: Callable[[Read], int],
         keep_alive: float | None = None,
+        slots: int = 1,
     ) -> Read:
-        """Wait for a slot, let the engine read the inputs, and record what it took."""
+        """Wait for a slot, or several, let the engine read the inputs, and record what it took."""
         lease_request = LeaseRequest(
             model=target.model,
             cache=target.cache,
             tokens=sum(map(len, batch)),
+            weight=slots,
             key=caller.key,
             priority=caller.priority or "main",
             deadline=caller.deadline,
@@ -195,7 +197,7 @@ class InputReader:
             status = Timeout.default_code or ""
             raise Timeout("the request was not finished in the time that the client allows") from None
         except asyncio.CancelledError:
-            status = "cancelled"
+            status, failed = "cancelled", False
             raise
         finally:
             ticket.cancel()

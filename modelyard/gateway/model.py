@@ -213,6 +213,7 @@ def check_capabilities(request: Request, can: Capabilities, name: str, *, media:
         if kind not in can.modalities:
             words = {"image": "images", "audio": "audio"}[kind]
             reason = f"takes {' and '.join(can.modalities)} only; send the request without {words} or to another model"
+            reason = f"{reason}. {can.modalities_need}" if can.modalities_need else reason
             raise Unsupported(f"the model {name!r} {reason}", code="modality_unsupported", param="messages")
     if not can.multi_turn and any(message.role in ("assistant", "tool") for message in request.messages):
         reason = "answers one question at a time; send it without the earlier turns"

@@ -29,11 +29,22 @@ from modelyard.core.events import (
 from modelyard.core.tokenizer import IdLogprob
 from modelyard.gateway.model import VERBATIM
 from modelyard.gateway.prepared_request import PreparedRequest, estimated_tokens
+from modelyard.gateway.repetition import RepetitionDetector
 from modelyard.scanner.scanner import Scanner
 
 
 def new_call_id() -> str:
     return "call_" + secrets.token_hex(12)
+
+
+def _repetition_detector(prepared: PreparedRequest, *, is_text: bool = False) -> RepetitionDetector | None:
+    """None if the output may repeat itself: a grammar may require it, and a request that sets how long its output is
+    measures something."""
+    threshold, sampling, constraint = prepared.model.entry.max_repeated_tokens, prepared.sampling, prepared.constraint
+    is_bound = constraint is not None and constraint.trigger is None
+    if not threshold or is_bound or sampling.ignore_eos or sampling.min_tokens:
+        return None
+    return RepetitionDetector(threshold, is_text=is_text)
 
 
 class TextOutput:
@@ -42,7 +53,8 @@ class TextOutput:
     `over`: Finished or Failed was emitted. `slot_free`: the engine has released its slot, which may be later: after a
     stop string the client has its Finished while the engine may be a step behind. `has_output`: content was emitted.
     `tokens` counts those of the output, `read` those of the prompt that the engine has evaluated. `watched` is the raw
-    text since an administrator opened the request.
+    text since an administrator opened the request. `repeats`: the stream must continue it with other sampling values
+    (`is_nudged`), or end it.
     """
 
     __slots__ = (
@@ -57,14 +69,17 @@ class TextOutput:
         "_prompt_logprobs",
         "_prompt_tokens",
         "_rendered",
+        "_repetition",
         "_scanner",
         "_started",
         "_stop_logprob",
         "emitted_start",
         "has_output",
         "ids",
+        "is_nudged",
         "over",
         "read",
+        "repeats",
         "slot_free",
         "tokens",
         "watched",
@@ -105,14 +120,16 @@ class TextOutput:
             token_text=self._token_text if request.logprobs is not None else None,
         )
         self._prompt_tokens, self._cached_tokens, self.tokens = len(rendered.ids), 0, 0
-        self.ids: list[int] | None = [] if request.tools else None  # an agent's next prompt repeats them
+        self._repetition = _repetition_detector(prepared)
+        # An agent's next prompt repeats them.
+        self.ids: list[int] | None = [] if request.tools or self._repetition is not None else None
         self._prompt_logprobs: list[IdLogprob] = []
         self._started: Started | None = None  # held back until the prompt's log probabilities have arrived
         self._stop_logprob: IdLogprob | None = None  # of the token that ended the output
         self._accepted_at = self._first_at = 0.0  # set if the request asks for times
         self.read = 0
         self.watched: list[str] | None = None
-        self.over = self.slot_free = self.has_output = self.emitted_start = False
+        self.over = self.slot_free = self.has_output = self.emitted_start = self.repeats = self.is_nudged = False
 
     @property
     def usage(self) -> Usage:
@@ -140,7 +157,7 @@ class TextOutput:
                     self._start_late(events)
                 if not self.over:
                     self._finish(chunk, events)
-            elif isinstance(chunk, Progress):
+            elif isinstance(chunk, Progress) and not self.is_nudged:
                 self.read = chunk.done
                 self._prompt_logprobs += chunk.logprobs or ()
                 if self._prepared.request.progress and not self._started:
@@ -243,6 +260,18 @@ class TextOutput:
             reason: StopReason = "stop_string" if scanner.stop_string is not None else "tool_calls"
             self.over = True
             events.append(Finished(reason, self.usage, scanner.stop_string))
+        elif self._repetition is not None and not (self._prepared.constraint is not None and scanner.is_in_call):
+            self.repeats = self._repetition.feed(chunk.ids) or self.repeats
+
+    def nudge(self) -> None:
+        """The engine continues the output with a penalty for repetitions."""
+        self.repeats, self.is_nudged = False, True
+        if self._repetition is not None:
+            self._repetition.clear()
+
+    def end_repetition(self) -> list[Event]:
+        self.over = True
+        return [*self._scanner.finish(truncated=True), Finished("repetition", self.usage)]
 
     def _feed_unstoppable(self, chunk: Tokens, stop: tuple[str, ...], events: list[Event]) -> Tokens:
         """Feeds the tokens before which no stop string counts; returns the others."""
@@ -265,8 +294,8 @@ class TextOutput:
             events += scanner.feed(rest)
         last = scanner.finish(truncated=end.reason != "stop")
         events += last if self._stop_logprob is None else self._with_stop_logprob(last, self._stop_logprob)
-        # Only the engine knows how many tokens images take.
-        self._prompt_tokens = max(self._prompt_tokens, end.usage.prompt)
+        if not self.is_nudged:  # only the engine knows how many tokens images take
+            self._prompt_tokens = max(self._prompt_tokens, end.usage.prompt)
         reason: StopReason
         if scanner.stop_string is not None:
             reason = "stop_string"
@@ -277,7 +306,8 @@ class TextOutput:
         else:
             reason = "tool_calls" if scanner.has_complete_call else "end"
         self.over = True
-        events.append(Finished(reason, self.usage, scanner.stop_string, end.timings))
+        timings = Timings() if self.is_nudged else end.timings  # those of its last part say little
+        events.append(Finished(reason, self.usage, scanner.stop_string, timings))
 
     def _with_stop_logprob(self, last: list[Event], stop: IdLogprob) -> list[Event]:
         """The token that ended the output counts where the prompt's tokens count; it has no text."""
@@ -302,6 +332,7 @@ class ChatOutput:
 
     warnings: Sequence[str] = ()
     ids: list[int] | None = None  # only the engine knows them
+    is_nudged = False
 
     def __init__(self, prepared: PreparedRequest, choice: int = 0) -> None:
         self._prepared, self._rendered, self._choice = prepared, prepared.rendered(choice), choice
@@ -309,7 +340,9 @@ class ChatOutput:
         self._hide_thinking = not (prepared.model.settings.show_thinking if visible is None else visible)
         self._hidden: set[int] = set()
         self.usage, self.tokens = Usage(), 0
-        self.over = self.slot_free = self.has_output = self.emitted_start = False
+        self._repetition = _repetition_detector(prepared, is_text=True)
+        self._open: BlockStart | None = None
+        self.over = self.slot_free = self.has_output = self.emitted_start = self.repeats = False
 
     def feed(self, batch: Sequence[Event]) -> list[Event]:
         events: list[Event] = []
@@ -319,6 +352,7 @@ class ChatOutput:
             if isinstance(event, (BlockStart, BlockDelta, BlockEnd)):
                 if isinstance(event, BlockDelta):
                     self.has_output, self.tokens = True, self.tokens + 1
+                self._watch_repetition(event)
                 events += self._without_thinking(event) if self._hide_thinking else (event,)
             elif isinstance(event, Started):
                 if not self.emitted_start:
@@ -333,6 +367,23 @@ class ChatOutput:
                 self.over = self.slot_free = True
                 events.append(self._last(event))
         return events
+
+    def _watch_repetition(self, event: BlockStart | BlockDelta | BlockEnd) -> None:
+        """Arguments of calls are the server's, which may write them under a grammar."""
+        if isinstance(event, BlockStart):
+            self._open = event
+        elif isinstance(event, BlockEnd):
+            self._open = None
+        elif self._repetition is not None and self._open is not None and self._open.kind in ("text", "thinking"):
+            self.repeats = self._repetition.feed_text(event.text) or self.repeats
+
+    def end_repetition(self) -> list[Event]:
+        self.over = True
+        self._count_so_far()
+        events: list[Event] = []
+        if (block := self._open) is not None:
+            events += self._without_thinking(BlockEnd(block.index)) if self._hide_thinking else (BlockEnd(block.index),)
+        return [*events, Finished("repetition", self.usage)]
 
     def _start(self, event: Started) -> Started:
         prepared = self._prepared

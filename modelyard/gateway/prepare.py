@@ -17,7 +17,7 @@ from modelyard.core.errors import InvalidRequest, Unsupported
 from modelyard.core.limits import MAX_WARNINGS
 from modelyard.core.protocol import INLINE_BYTES
 from modelyard.core.request import Caller, Infill, Message, Request, Reservation, Text
-from modelyard.gateway.constraints import constrain
+from modelyard.gateway.constraints import Constrained, constrain
 from modelyard.gateway.files import Files
 from modelyard.gateway.lookup import ModelLookup
 from modelyard.gateway.model import Model, check_capabilities, require_place_for_images, without_tool_media
@@ -93,10 +93,12 @@ class Preparer:
         target, model, engine = self._lookup.admit(target, request.model, caller, request.allow_remote)
         if model.define is not None:
             model = await self._lookup.defined(model)
-        if self.mcp is not None and server_tools is None:
+        if self.mcp is not None and server_tools is None and (request.tools or self.mcp.settings.is_on):
             request, server_tools = await self.offer(self.mcp, request, target, model, engine)
             began = time.perf_counter()
         request, capabilities = await self.adapt(request, caller, model, engine)
+        if request.mixed_prompts or request.biased_texts:
+            request = await (work or RequestWork(0, caller.deadline)).run(_with_token_ids, request, model)
         if request.infill is not None and model.kind == "chat":
             request = _with_tokens_around_gap(request, model, capabilities or model.capabilities, target.window)
         requested = request.max_tokens if request.max_tokens is not None else model.entry.max_tokens
@@ -106,12 +108,13 @@ class Preparer:
         if caller.reservation is not None:
             most = requested or target.window
             request, prompts = await _within_budget(request, prompts, caller.reservation, model, most)
-        constraint, warnings = request.constraint, request.warnings
-        if constraint is not None or request.tools:
+        constrained, warnings = Constrained(request.constraint), request.warnings
+        if request.constraint is not None or request.tools:
             structured = capabilities is None or capabilities.structured
             make = partial(constrain, request, model, prompts[0].text if prompts else "", structured=structured)
-            constraint, dropped = make() if work is None or work.size <= INLINE_BYTES else await work.run(make)
-            warnings = (*warnings, *dropped, *_omitted_tools(request, model))
+            constrained = make() if work is None or work.size <= INLINE_BYTES else await work.run(make)
+            not_enforced = [f"not_enforced: {path}" for path in constrained.not_enforced]
+            warnings = (*warnings, *constrained.warnings, *not_enforced, *_omitted_tools(request, model))
         held = self._lookup.models.get(model.name)
         if prompts and held is not None and held.text is not model.text:
             return None  # the tokens may be of another vocabulary than that of the engine that would get them
@@ -127,19 +130,23 @@ class Preparer:
             model=model,
             prompts=tuple(prompts),
             sampling=model.sampling_for(request),
-            constraint=constraint,
+            constraint=constrained.constraint,
+            not_enforced=tuple(constrained.not_enforced),
             created=int(time.time()),
             tokenize_s=time.perf_counter() - began,
             capabilities=capabilities,
             priority=urgency,
             reasoning=reasoning,
             server_tools=server_tools,
+            ignored=_ignored(warnings) if warnings else (),
         )
 
     async def offer(
         self, mcp: McpServers, request: Request, target: Target, model: Model, engine: Engine | None
     ) -> tuple[Request, ServerTools | None]:
         """With the tools of the servers that the request names, and of its route if the model can call tools."""
+        if not mcp.settings.is_on and any(tool.server is not None for tool in request.tools):
+            return request, None  # refused by `_omitted_tools`, or passed on
         can = self._lookup.effective(model, engine)
         return await offer_tools(mcp, request, target.mcp if can.tools else (), forwards=model.kind == "chat")
 
@@ -255,6 +262,16 @@ def _omitted_tools(request: Request, model: Model) -> Sequence[str]:
     return [f"tool_left_out: {t.type or t.name} is not run here" for t in request.tools if t.kind == "server"]
 
 
+_IGNORED = {"field_ignored": "", "block_dropped": "content.", "item_ignored": "input.", "tool_left_out": "tools."}
+
+
+def _ignored(warnings: Sequence[str]) -> tuple[str, ...]:
+    """The fields, blocks, items and tools without effect that warnings name, as the reply's header has them."""
+    split = [warning.partition(":") for warning in warnings[:MAX_WARNINGS]]
+    named = [_IGNORED[kind] + name.split()[0] for kind, _, name in split if kind in _IGNORED and name.strip()]
+    return tuple(dict.fromkeys(named))
+
+
 def _with_tool_choice(request: Request) -> Request:
     """`tool_choice: none` offers no tools: a model cannot call what it never saw."""
     choice = request.tool_choice
@@ -279,6 +296,33 @@ def _encode_raw(
         else (checked_ids(p, model, "prompt"), tokenizer.decode(p))
         for p in request.prompts
     ]
+
+
+def _with_token_ids(request: Request, model: Model) -> Request:
+    """Texts among the token ids of a prompt, and those of `logit_bias`, become their tokens."""
+    if model.text is None or model.kind == "chat":
+        raise Unsupported("this model's tokens are not known here: send a text, and token ids in logit_bias")
+    renderer, sampling = model.text.renderer, request.sampling
+    prompts = tuple(_mixed_ids(mixed, renderer.raw, model.text.tokenizer.bos) for mixed in request.mixed_prompts)
+    bias = dict(sampling.logit_bias or {})
+    for text, value in request.biased_texts:
+        bias |= dict.fromkeys(model.text.tokenizer.encode_plain(text), value)
+    sampling = msgspec.structs.replace(sampling, logit_bias=bias or None)
+    return msgspec.structs.replace(
+        request, prompts=prompts or request.prompts, mixed_prompts=(), biased_texts=(), sampling=sampling
+    )
+
+
+def _mixed_ids(parts: Sequence[str | int], encode: Callable[[str], list[int]], bos: int | None) -> tuple[int, ...]:
+    """Only a text at the beginning gets the token that begins a prompt."""
+    ids: list[int] = []
+    for part in parts:
+        if isinstance(part, int):
+            ids.append(part)
+        else:
+            encoded = encode(part)
+            ids += encoded[1:] if ids and encoded[:1] == [bos] else encoded
+    return tuple(ids)
 
 
 def _as_bare_prompt(request: Request, model: Model) -> Request:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import zlib
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -23,6 +23,7 @@ from modelyard.router.router import Target
 from modelyard.telemetry.history import SkippedModel
 
 if TYPE_CHECKING:
+    from modelyard.gateway.compaction import CompactionPlan
     from modelyard.gateway.fallbacks import FallbackPlan
 
 
@@ -75,6 +76,7 @@ class PreparedRequest(Struct, frozen=True, kw_only=True, gc=False):
     prompts: tuple[RenderedPrompt, ...]  # empty for a ChatEngine that renders by itself
     sampling: Sampling
     constraint: Constraint | None
+    not_enforced: tuple[str, ...] = ()  # keywords of schemas that the constraint leaves out
     created: int
     tokenize_s: float
     capabilities: Capabilities | None = None  # the engine's, as checked; None: the engine was not loaded
@@ -84,6 +86,10 @@ class PreparedRequest(Struct, frozen=True, kw_only=True, gc=False):
     skipped: tuple[SkippedModel, ...] = ()  # models of the route that could not
     wait_until: float | None = None  # `time.monotonic`; for a slot, then the next model is tried
     server_tools: ServerTools | None = None  # of MCP servers, which the gateway calls
+    compaction: CompactionPlan | None = None  # this is the request for a summary; what follows it
+    compacted: str = ""  # how much of the conversation its route had summarised, as a header
+    edits: tuple[dict[str, Any], ...] = ()  # what was cleared of the conversation, as the reply has it
+    ignored: tuple[str, ...] = ()  # what the client sent and has no effect
 
     @property
     def choices(self) -> int:
@@ -196,6 +202,20 @@ class PreparedRequest(Struct, frozen=True, kw_only=True, gc=False):
             deadline=self.caller.deadline,
             trace=self.caller.trace,
             dedup_key=self.dedup_key(choice),
+        )
+
+    def continued_prompt(self, choice: int, ids: list[int], sampling: Sampling) -> Prompt:
+        """The prompt and what was generated for it, for the rest of the output with these values."""
+        prompt = self.engine_prompt(choice)
+        last = max(at for at, part in enumerate(prompt.parts) if isinstance(part, TokenRun))
+        run = prompt.parts[last]
+        continued = TokenRun([*run.ids, *ids]) if isinstance(run, TokenRun) else run
+        return replace(
+            prompt,
+            parts=(*prompt.parts[:last], continued, *prompt.parts[last + 1 :]),
+            sampling=sampling.over(prompt.sampling),
+            max_tokens=prompt.max_tokens - len(ids),
+            dedup_key=None,
         )
 
 

@@ -101,6 +101,18 @@ class RequestWork:
         finally:
             self._future = None
 
+    async def wait(self, work: Coroutine[Any, Any, T]) -> T:
+        """Its result. It ends if the client leaves."""
+        task: asyncio.Future[T] = asyncio.ensure_future(work)
+        self._future = task
+        try:
+            return await task
+        except asyncio.CancelledError:
+            task.cancel()
+            raise self._reason or Cancelled("the request was cancelled") from None
+        finally:
+            self._future = None
+
     def _run(self, function: Callable[[], T]) -> T:
         """The client may have left while this waited for a thread."""
         self.check()

@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from modelyard.core.errors import Forbidden, InvalidRequest, ModelyardError, NotFound
 from modelyard.core.events import ListedTool, ToolList
 from modelyard.core.request import (
+    TOOL_SEARCH,
     Message,
     Part,
     Request,
@@ -29,6 +30,7 @@ from modelyard.core.request import (
     ToolResult,
     ToolServer,
 )
+from modelyard.gateway.tool_search import ToolSearch, is_tool_search
 from modelyard.mcp.connection import McpConnection, McpTool
 from modelyard.mcp.servers import McpServers
 from modelyard.telemetry.history import RequestRecord, ToolRun
@@ -43,10 +45,14 @@ _ANY_ARGUMENTS = {"type": "object"}  # instead of a schema that is wrong: the se
 class ServerTool(Struct, frozen=True):
     """A tool that runs at `connection` under its own `name`."""
 
-    connection: McpConnection
+    connection: McpConnection | ToolSearch
     label: str
     name: str
     asks: bool = False
+
+    @property
+    def is_search(self) -> bool:
+        return self.label == TOOL_SEARCH
 
 
 class ServerTools(Struct):
@@ -67,9 +73,10 @@ async def offer_tools(
     """The request with the servers' tools as functions. `forwards`: the engine is another server, which may know
     servers that this one does not."""
     named = [tool.server for tool in request.tools if tool.server is not None]
+    searches = [] if forwards else [tool for tool in request.tools if is_tool_search(tool)]
     if request.tool_choice.mode == "none" or request.prompts or request.warm_up or request.n > 1:
         route = ()
-    if not named and not route:
+    if not named and not route and not searches:
         return request, None
     found: dict[str, tuple[ToolServer, McpConnection]] = {}
     for server in named:
@@ -84,7 +91,10 @@ async def offer_tools(
     by_route = [name for name in route if name not in taken and name not in found and name in servers.settings.servers]
     listed = await _list_all([connection for _, connection in found.values()], [servers.named(n) for n in by_route])
     found |= {name: (ToolServer(label=name), servers.named(name)) for name in by_route}
-    offered = _Offer([tool for tool in request.tools if tool.server is None or tool.server.label not in found])
+    kept = [tool for tool in request.tools if tool.server is None or tool.server.label not in found]
+    offered = _Offer([tool for tool in kept if tool not in searches])
+    for tool in searches:
+        offered.add_search(ToolSearch(tool, kept))
     for (server, connection), tools in zip(found.values(), listed, strict=True):
         globs = servers.tool_globs(connection)
         offered.add(server, connection, [tool for tool in tools or () if _matches(tool.name, globs)])
@@ -132,6 +142,12 @@ class _Offer:
             self.tools.append(Tool(name, tool.description, tool.schema if tool.is_valid else _ANY_ARGUMENTS))
             listed.append(ListedTool(tool.name, tool.description, tool.schema, tool.annotations))
         self.lists.append(ToolList(server.label, tuple(listed)))
+
+    def add_search(self, search: ToolSearch) -> None:
+        name = search.tool.name
+        self._taken.add(name)
+        self.by_name[name] = ServerTool(search, TOOL_SEARCH, name)
+        self.tools.append(search.tool)
 
     def _free_name(self, name: str, label: str) -> str:
         plain = _NOT_IN_NAMES.sub("_", name)[:_MAX_NAME]

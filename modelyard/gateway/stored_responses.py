@@ -1,4 +1,5 @@
-"""Stored responses: what `previous_response_id` and `conversation` continue from, scoped by API key."""
+"""Stored responses: what `previous_response_id`, `conversation` and a `thread` of Messages continue from, scoped by API
+key."""
 
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ from modelyard.protocols.openai_responses.stored import (
     StoredResponse,
     decode_stored,
     encode_stored,
+    encode_thread,
     prepend_stored,
     read_output_item,
     referenced_items,
@@ -52,6 +54,8 @@ class StoredResponses:
             request = await self._with_items(request, key)
         if request.previous is None:
             return request
+        if request.thread:
+            return prepend_stored(await self._thread(request.previous, key), request)
         try:
             stored = await self.get(request.previous, key, finished=True)
         except NotFound as error:
@@ -61,6 +65,12 @@ class StoredResponses:
                 param="previous_response_id",
             ) from error
         return prepend_stored(stored, request)
+
+    async def _thread(self, id: str, key: str) -> StoredResponse:
+        if (found := await self._store.get(_threads(key), id)) is None:
+            problem = f"no thread has the message {id[:100]!r}; it may have expired, or belong to another key"
+            raise NotFound(f"{problem}: send the whole conversation as a new one", code="thread_not_found")
+        return decode_stored(found)
 
     async def _with_items(self, request: Request, key: str) -> Request:
         responses: dict[str, StoredResponse] = {}
@@ -88,7 +98,7 @@ class StoredResponses:
         """Best effort: the reply is there and is sent in any case. Its end, which says if it could not be stored."""
         if request.store is False and request.conversation is None:
             return reply.finished
-        id = f"resp_{reply.started.id}"
+        id = ("msg_" if request.thread else "resp_") + reply.started.id
         try:
             async with asyncio.timeout(_SAVE_S):
                 await self._save(id, request, reply, key)
@@ -99,6 +109,9 @@ class StoredResponses:
         return reply.finished
 
     async def _save(self, id: str, request: Request, reply: Reply, key: str) -> None:
+        if request.thread:
+            await self._store.put(_threads(key), id, encode_thread(request, reply))
+            return
         encoded = encode_stored(request, reply)
         if request.conversation is not None and self.conversations is not None:
             await self.conversations.append(request, decode_stored(encoded).response, key)
@@ -130,8 +143,18 @@ class StoredResponses:
     def recorder(self, request: Request, key: str) -> ResponseRecorder:
         return ResponseRecorder(self, request, key)
 
+    def threads(self) -> StoredThreads:
+        return StoredThreads(self._store)
+
     def of_connection(self) -> ConnectionResponses:
         return ConnectionResponses(self._store, self.conversations, self.background)
+
+
+class StoredThreads(StoredResponses):
+    """For Messages, whose conversations are kept only where a client asks for it."""
+
+    async def save(self, request: Request, reply: Reply, key: str) -> Finished:
+        return await super().save(request, reply, key) if request.thread else reply.finished
 
 
 class ConnectionResponses(StoredResponses):
@@ -179,6 +202,10 @@ class ResponseRecorder:
         if not self._reply.finished:
             return events
         return [*events[:-1], await self._stored.save(self._request, self._reply.reply(), self._key)]
+
+
+def _threads(key: str) -> str:
+    return f"threads/{key}"
 
 
 def _scope(key: str) -> str:

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 from msgspec import Struct
 
 from modelyard.accounts.accounts import Accounts
-from modelyard.core.engine import Accepted, End, Engine, Generation, Tokens
+from modelyard.core.engine import Accepted, End, Engine, Generation, Prompt, Tokens
 from modelyard.core.errors import ENGINE_DIED, Cancelled, Incomplete, Internal, ModelyardError, Unavailable
 from modelyard.core.events import BlockDelta, CacheReuse, Event, Failed, Finished, Started, Timings, Usage
 from modelyard.core.pool import Lease, LeaseProvider, Ticket
@@ -20,6 +20,7 @@ from modelyard.gateway.cache_diagnostics import CacheDiagnostics, PromptRecord
 from modelyard.gateway.model import CapabilityCache, check_capabilities, ignored_parameters
 from modelyard.gateway.output import ChatOutput, TextOutput, new_call_id
 from modelyard.gateway.prepared_request import PreparedRequest
+from modelyard.gateway.repetition import NUDGE
 from modelyard.gateway.replay_memory import ReplayMemory, as_message, generated_reply, text_before_calls
 from modelyard.gateway.request_work import BackgroundTasks, end_of_stage
 from modelyard.prompt.media import media_kinds
@@ -33,12 +34,13 @@ EventBatch = tuple[int, list[Event]]  # the events of one choice that arrived to
 
 
 class Stream(Protocol):
-    """The events of a request while it runs. Five classes have this interface:
+    """The events of a request while it runs. Six classes have this interface:
 
         ChoiceStream        one generation: waits for its lease, starts the engine, reads its output
         MultiChoiceStream   several generations on one lease: `n` > 1, or several prompts
         SharedReader        reads the stream of an identical request
         ToolRounds          generates, calls tools of MCP servers, generates again
+        CompactingStream    has a long conversation summarised, then generates the answer
         FallbackStream      the stream of the first model of a route that answers
 
     Iterating gives the events of one choice after the other, as they arrive, and ends after one Finished or Failed for
@@ -185,12 +187,15 @@ class ChoiceStream:
                     self._generation = self._start_engine(await self._ticket.lease())
                     if self.prepared.model.kind == "text":
                         await end_of_stage()  # start
+                elif output.repeats:
+                    events = await self._stop_repetition(self._generation)
+                    continue
                 batch = await self._generation.__anext__()
                 failure = batch[-1].error if isinstance(batch[-1], (End, Failed)) else None
                 if failure is not None and self._should_retry(batch, failure):
                     self._retry()
                     continue
-                if type(batch[0]) is Accepted:
+                if type(batch[0]) is Accepted and not output.is_nudged:
                     self._on_accepted(batch[0])
                 before = output.tokens
                 events = output.feed(batch)
@@ -245,6 +250,35 @@ class ChoiceStream:
                 current_capture.reset(token)
         return started
 
+    async def _stop_repetition(self, generation: Generation[Any]) -> list[Event]:
+        """The output repeats itself. If the engine has a DRY penalty, it continues the output once with it, from the KV
+        that it has: a model that only needs a nudge finds its way. Else, or if it repeats itself again, it ends."""
+        prompt, model, output = self._nudged_prompt(), self.prepared.model.name, self.output
+        self._services.metrics.repetitions.add((model, "ended" if prompt is None else "nudged"))
+        log.info("request %s: the output of %s repeats itself", self.prepared.caller.trace, model)
+        if prompt is None or not isinstance(output, TextOutput):
+            return output.end_repetition()
+        generation.cancel()
+        last: Any = None
+        async for batch in generation:  # until its slot is free
+            last = batch[-1]
+        if self._cancelled:
+            raise Cancelled("the client disconnected")
+        if isinstance(last, End) and last.error is not None:
+            raise last.error
+        output.nudge()
+        self._generation = self._engine.generate(prompt)
+        return []
+
+    def _nudged_prompt(self) -> Prompt | None:
+        prepared, output = self.prepared, self.output
+        if output.is_nudged or not output.ids or prepared.sampling.dry_multiplier or prepared.reasoning is not None:
+            return None
+        if "dry_multiplier" in self._engine.info.capabilities.ignored or prepared.request.prompt_logprobs is not None:
+            return None
+        prompt = prepared.continued_prompt(self.choice, output.ids, NUDGE)
+        return prompt if prompt.max_tokens > 0 else None
+
     def _on_accepted(self, accepted: Accepted) -> None:
         """The engine has placed the prompt: record how much of it its cache had, and why not more."""
         self._accepted, prepared, services = accepted, self.prepared, self._services
@@ -297,7 +331,8 @@ class ChoiceStream:
             # An engine that is closed at the same time may report its own reason.
             error = self._cancel_reason or last.error
             last, usage, status = Failed(error), self.output.usage, error.code or error.kind
-        cost = self._bill(usage, failed=isinstance(last, Failed))
+        failed = isinstance(last, Failed) and not isinstance(last.error, Cancelled)
+        cost = self._bill(usage, failed=failed)
         record = RequestRecord(
             trace=caller.trace,
             model=model.name,
@@ -307,7 +342,7 @@ class ChoiceStream:
             session=request.session,
             at=time.time(),
             status=status,
-            failed=isinstance(last, Failed),
+            failed=failed,
             usage=usage,
             timings=measured,
             divergence=accepted.divergence if accepted is not None else None,

@@ -53,6 +53,7 @@ from modelyard.gateway.prepare import Preparer
 from modelyard.gateway.prepared_request import PreparedRequest
 from modelyard.gateway.server_tools import ServerTool, ServerTools
 from modelyard.gateway.stream import EventBatch, Stream, StreamServices
+from modelyard.gateway.tool_search import ToolSearch
 from modelyard.mcp.connection import McpResult, failed_call
 from modelyard.prompt.images import check_data
 from modelyard.telemetry.history import RequestRecord, ToolRun
@@ -172,7 +173,9 @@ class ToolRounds:
                 yield [self._last(turn.finished)]
                 return
             if turn.has_other_calls and not self.tools.is_shown:
-                self.tools.runs += [_not_run(tool, "left_to_client") for _, tool in calls]
+                self.tools.runs += [_not_run(tool, "left_to_client") for _, tool in calls if not tool.is_search]
+                calls = [(call, tool) for call, tool in calls if tool.is_search]
+            if not calls:
                 yield [self._last(replace(turn.finished, reason="tool_calls"))]
                 return
             asked = [tool for _, tool in calls if tool.asks]
@@ -283,9 +286,9 @@ class ToolRounds:
         finally:
             seconds = time.perf_counter() - began
             chars = sum(len(part.text) for part in made.content if isinstance(part, Text))
-            run = ToolRun(tool.label, tool.name, made.status, seconds, chars)
+            run = ToolRun(tool.label, tool.name, made.status, seconds, chars, time.time())
             self.tools.runs.append(run)
-            self._services.metrics.tool_called(self.tools.servers.metric_name(tool.connection), made.status, seconds)
+            self._services.metrics.tool_called(_metric_name(self.tools, tool), made.status, seconds)
             level = logging.INFO if made.status == "ok" else logging.WARNING
             fields: dict[str, Any] = {"server": run.server, "tool": run.tool, "status": run.status, "chars": chars}
             log_event(log, level, "tool call", ms=round(seconds * 1000), **fields)
@@ -326,9 +329,9 @@ class ToolRounds:
         """One record for all rounds."""
         self._recorded = True
         prepared, tools, caller = self.prepared, self.tools, self.prepared.caller
-        failed = isinstance(last, Failed)
         if isinstance(last, Failed) and self._cancelled is not None:
             last = Failed(self._cancelled)
+        failed = isinstance(last, Failed) and not isinstance(last.error, Cancelled)
         status = last.reason if isinstance(last, Finished) else last.error.code or last.error.kind
         base = tools.records[-1] if tools.records else None
         if base is None:
@@ -399,6 +402,7 @@ class _Output:
         self._shows_calls, self._tools = tools.is_shown, tools
         self._index = -1  # of the newest block
         self._is_started = self._is_hidden = False
+        self._hidden_calls: set[str] = set()
         self._has_text = self._needs_paragraph = False
 
     def start(self, prepared: PreparedRequest) -> list[Event]:
@@ -428,8 +432,9 @@ class _Output:
 
     def _start_block(self, event: BlockStart, made: list[Event]) -> None:
         tool = self._tools.by_name.get(event.name) if event.kind == "tool_call" else None
-        self._is_hidden = tool is not None and not self._shows_calls
+        self._is_hidden = tool is not None and not self._shows_calls and not tool.is_search
         if self._is_hidden:
+            self._hidden_calls.add(event.call_id)
             return
         self._index += 1
         event = replace(event, index=self._index)
@@ -445,7 +450,7 @@ class _Output:
         self._needs_paragraph = self._has_text and not self._shows_calls
 
     def result(self, result: ToolResult) -> list[Event]:
-        if not self._shows_calls:
+        if result.call_id in self._hidden_calls:
             return []
         self._index += 1
         start = BlockStart(self._index, "tool_result", result.call_id)
@@ -477,6 +482,11 @@ def _shortened(content: Sequence[ResultPart], limit: int) -> list[ResultPart]:
     if cut:
         made.append(Text(f"[{cut} more characters were left out]"))
     return made or [Text("")]
+
+
+def _metric_name(tools: ServerTools, tool: ServerTool) -> str:
+    place = tool.connection
+    return "tool_search" if isinstance(place, ToolSearch) else tools.servers.metric_name(place)
 
 
 def _not_run(tool: ServerTool, status: str) -> ToolRun:

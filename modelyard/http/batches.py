@@ -28,6 +28,7 @@ from modelyard.http.settings import HttpSettings
 from modelyard.processes.sandbox import current_client
 from modelyard.protocols.anthropic_messages import batches as anthropic
 from modelyard.protocols.anthropic_messages.reply import read_query, write_list
+from modelyard.protocols.common.dialects import DIALECT_HEADER
 from modelyard.protocols.common.json import JsonObject, encode
 from modelyard.protocols.common.openai_fields import read_page_query, write_page
 from modelyard.protocols.openai_batches import read_batch, write_batch
@@ -153,7 +154,7 @@ class LineExecutor:
         self._handlers, self._authenticator, self._admission = handlers, authenticator, admission
 
     async def __call__(self, batch: Batch, body: bytes, key: str) -> LineReply:
-        context = RequestContext(new_trace(), batch.endpoint, {}, priority="background")
+        context = RequestContext(new_trace(), batch.endpoint, {DIALECT_HEADER: "auto"}, priority="background")
         current_trace.set(context.trace)
         reply = _Reply()
         try:

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from starlette.types import Message, Receive, Scope, Send
 
 from modelyard.core.errors import ModelyardError, Unsupported
-from modelyard.core.events import Event, Failed, ReplyBuilder
+from modelyard.core.events import Event, Failed, Finished, ReplyBuilder
 from modelyard.core.protocol import EventWriter, WireError, WireProtocol
 from modelyard.core.request import Request
 from modelyard.gateway.background_responses import BackgroundObserver
@@ -25,6 +25,8 @@ from modelyard.http.connection import LARGE_BYTES, cancel_on_disconnect, ping_on
 from modelyard.http.errors import as_modelyard_error, public_error
 from modelyard.http.request_context import RequestContext, read_body, send_error, send_json
 from modelyard.http.settings import HttpSettings
+from modelyard.protocols.common.dialects import DEFAULT_DIALECT
+from modelyard.protocols.common.sse import comment
 from modelyard.telemetry.request_capture import CaptureSink, RequestCapture
 
 _EVENT_STREAM = b"text/event-stream; charset=utf-8"  # unless a writer has a content type of its own
@@ -46,7 +48,8 @@ class Exchange(Struct):
 
 
 class InferenceEndpoint:
-    """An ASGI app for one protocol. `stored` are the responses that it stores."""
+    """An ASGI app for one protocol. `stored` are the responses that it stores, `dialect` that of requests that choose
+    none, where its path has several."""
 
     notes_status = True
 
@@ -57,9 +60,10 @@ class InferenceEndpoint:
         settings: HttpSettings,
         captures: CaptureSink | None = None,
         stored: StoredResponses | None = None,
+        dialect: str | None = None,
     ) -> None:
         self._protocol, self._gateway, self._settings, self._captures = protocol, gateway, settings, captures
-        self._stored = stored
+        self._stored, self._dialect = stored, dialect
         self._pings = PingTimer(settings.keepalive_s)
 
     def with_stored(self, stored: StoredResponses) -> InferenceEndpoint:
@@ -81,7 +85,10 @@ class InferenceEndpoint:
             work = RequestWork(len(body), caller.deadline, context.reservation)
             stop_watching = cancel_on_disconnect(scope, receive, work.cancel) if len(body) > LARGE_BYTES else None
             try:
-                request = await gateway.read(self._protocol, body, context.headers, context.key, work, stored)
+                headers = context.headers
+                if self._dialect is not None:
+                    headers = {**headers, DEFAULT_DIALECT: self._dialect}
+                request = await gateway.read(self._protocol, body, headers, context.key, work, stored)
                 if request.load_only:
                     await self._load(request, exchange)
                     return
@@ -92,6 +99,8 @@ class InferenceEndpoint:
             source = gateway.start(prepared, capture)
             if stored is not None or request.repeated is not None:  # such a reply shows the values that were used
                 request = replace(request, sampling=prepared.sampling)
+            if prepared.edits:
+                request = replace(request, applied_edits=prepared.edits)
             if request.background:
                 capture = None  # its run ends it
                 await self._run_in_background(source, request, exchange)
@@ -125,6 +134,8 @@ class InferenceEndpoint:
         await end_of_stage()  # scan
         context.read_result(source)
         replies = [builder.reply() for builder in builders]
+        for reply in replies:
+            context.finished(reply.finished)
         if exchange.stored is not None:
             finished = await exchange.stored.save(request, replies[0], context.key)
             replies[0] = replace(replies[0], finished=finished)
@@ -280,10 +291,12 @@ class EventStream:
                     if not self._started:
                         await self._refuse(last.error)
                         return
+                elif isinstance(last, Finished):
+                    self._context.finished(last)
                 written = events if recorder is None else await recorder(events)
-                data = b"".join([write(event, choice) for event in written])
-                if self._ping is not None:
+                if self._ping is not None:  # before the events are written: each frame has a number
                     await self._finish_ping(self._ping)
+                data = b"".join([write(event, choice) for event in written])
                 if not self._started:
                     await self._start()
                 if data:
@@ -295,7 +308,7 @@ class EventStream:
             if not self._started:
                 await self._start()
             self._sending = True
-            await self._send(self._body(self._writer.end(), last=True))
+            await self._send(self._body(self._trailer() + self._writer.end(), last=True))
         finally:
             self._over = True
             self._pings.discard(self)
@@ -303,6 +316,11 @@ class EventStream:
             stop_pings()
             self._context.read_result(self._source)  # for the log: headers sent by a ping came too early for it
             self._source.close()
+
+    def _trailer(self) -> bytes:
+        """What a header would have told, if the end were known at the start: a comment, which clients skip."""
+        stopped = self._context.stopped
+        return comment(f"x-modelyard-stopped: {stopped}") if stopped and self._content_type == _EVENT_STREAM else b""
 
     async def _refuse(self, error: ModelyardError) -> None:
         self._started = True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from urllib.parse import parse_qsl, urlencode
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -19,12 +19,15 @@ from modelyard.http.request_context import CONTEXT_KEY, SHUTTING_DOWN, RequestCo
 from modelyard.http.routes import OTHER, WORKBENCH, RouteTable, path_protocol
 from modelyard.http.settings import HttpSettings
 from modelyard.processes.sandbox import current_client
+from modelyard.telemetry.history import History
 from modelyard.telemetry.log import current_trace, log_event, log_request
 from modelyard.telemetry.masking import mask_keys
 from modelyard.telemetry.metrics import Metrics
+from modelyard.telemetry.tracing import EndedRequest, Observer, current_traceparent, read_traceparent
 
 log = logging.getLogger("modelyard.http")
 
+_REFUSED_LOADS = ("model_too_large", "model_failed", "model_unreadable", "cannot_run")  # an administrator should know
 _READING = ("GET", "HEAD", "OPTIONS")  # answered while the server drains
 
 
@@ -39,9 +42,11 @@ class RequestMiddleware:
         authenticator: Authenticator,
         metrics: Metrics,
         admission: Admission | None = None,
+        history: History | None = None,
+        observers: Sequence[Observer] = (),
     ) -> None:
         self.table, self._lifespan, self._authenticator, self._metrics = table, lifespan, authenticator, metrics
-        self._admission = admission
+        self._admission, self._history, self._observers = admission, history, observers
         self.is_draining: Callable[[], bool] = lambda: False
         self._max_header_bytes = settings.max_header_bytes
 
@@ -58,6 +63,10 @@ class RequestMiddleware:
             _read_query_key(scope, headers)
         scope[CONTEXT_KEY] = context = RequestContext(new_trace(), path, headers, found.row)
         current_trace.set(context.trace)
+        parent = read_traceparent(headers.get("traceparent"))
+        for observer in self._observers:
+            parent = observer.traceparent(context.trace, parent)
+        current_traceparent.set(parent)
         try:
             if size > self._max_header_bytes:
                 raise _too_large(self._max_header_bytes)
@@ -119,7 +128,24 @@ class RequestMiddleware:
         if context.error:
             self._metrics.errors.add((context.error,))
         level = logging.DEBUG if row is not None and row.is_quiet else logging.INFO
-        log_request(level, method, path, context.status, seconds, context.key, context.reuse)
+        if context.status >= 500 or context.error in _REFUSED_LOADS:
+            level = logging.WARNING
+        records = self._history.ended(context.trace) if self._history is not None and context.target is not None else []
+        for observer in self._observers if level != logging.DEBUG else ():
+            observer.ended(
+                EndedRequest(
+                    trace=context.trace,
+                    traceparent=read_traceparent(context.headers.get("traceparent")),
+                    method=method,
+                    path=path,
+                    status=context.status,
+                    error=context.error,
+                    seconds=seconds,
+                    ended=time.time(),
+                    records=records,
+                )
+            )
+        log_request(level, method, path, context.status, seconds, context.key, context.reuse, context.error, records)
 
 
 async def _refuse_socket(scope: Scope, send: Send, context: RequestContext, error: ModelyardError) -> None:

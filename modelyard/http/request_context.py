@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import ParamSpec, TypeVar
 from urllib.parse import quote
 
@@ -13,7 +13,8 @@ from starlette.types import Receive, Scope, Send
 from modelyard.accounts.admission import RequestReservation
 from modelyard.accounts.owner import Role
 from modelyard.core.errors import InvalidRequest, ModelyardError, TooLarge
-from modelyard.core.events import CacheReuse
+from modelyard.core.events import CacheReuse, Finished
+from modelyard.core.limits import MAX_WARNINGS
 from modelyard.core.protocol import INLINE_BYTES, WireError
 from modelyard.core.request import Caller, Priority
 from modelyard.gateway.fallbacks import fallback_header
@@ -26,6 +27,7 @@ from modelyard.router.router import Target
 SHUTTING_DOWN = "shutting_down"
 TIMEOUT_HEADER = "x-modelyard-timeout"
 _MAX_TIMEOUT_S = 7 * 86400
+_PATH_CHARS = 200
 CONTEXT_KEY = "modelyard.context"  # in the scope: its RequestContext
 
 Headers = list[tuple[bytes, bytes]]
@@ -37,8 +39,8 @@ class RequestContext(Struct):
     """`path` has no trailing slash, `row` is its row of the route table. `key` names the API key. `status` is the
     reply's status, 0 until it is sent.
 
-    `error` is the code of the error that the client was sent; the middleware counts it. `reuse`, `ignored`, `fallback`
-    and, if a rule chose the model, `target` become response headers.
+    `error` is the code of the error that the client was sent; the middleware counts it. `reuse`, `ignored`,
+    `not_enforced`, `compacted`, `fallback`, `stopped` and, if a rule chose the model, `target` become response headers.
     """
 
     trace: str
@@ -56,7 +58,10 @@ class RequestContext(Struct):
     error: str = ""
     reuse: CacheReuse | None = None
     ignored: tuple[str, ...] = ()
+    not_enforced: tuple[str, ...] = ()
     fallback: str = ""
+    stopped: str = ""
+    compacted: str = ""
     target: Target | None = None
     reservation: RequestReservation | None = None
 
@@ -90,9 +95,16 @@ class RequestContext(Struct):
     def failed(self, error: ModelyardError) -> None:
         self.error = self.error or error.code or error.kind
 
+    def finished(self, last: Finished) -> None:
+        """What the protocols have no word for."""
+        if last.reason == "repetition":
+            self.stopped = last.reason
+
     def read_result(self, source: Stream) -> None:
         """Take over what the response headers and the log line report about a stream."""
-        self.reuse, self.ignored, self.target = source.reuse, source.ignored, source.prepared.target
+        self.reuse, self.target, self.not_enforced = source.reuse, source.prepared.target, source.prepared.not_enforced
+        self.ignored = (*source.prepared.ignored, *source.ignored)
+        self.compacted = source.prepared.compacted
         if skipped := source.prepared.skipped:
             self.fallback = fallback_header(skipped, source.prepared.model.name)
 
@@ -106,9 +118,21 @@ class RequestContext(Struct):
             headers += [(b"x-modelyard-model", _quoted(self.target.model)), (b"x-modelyard-route", _quoted(rule))]
         if self.fallback:
             headers.append((b"x-modelyard-fallback", self.fallback.encode()))
+        if self.compacted:
+            headers.append((b"x-modelyard-compacted", self.compacted.encode()))
         if self.ignored:
-            headers.append((b"x-modelyard-ignored", ", ".join(self.ignored).encode()))
+            headers.append((b"x-modelyard-ignored", _listed(self.ignored)))
+        if self.stopped:
+            headers.append((b"x-modelyard-stopped", self.stopped.encode()))
+        if self.not_enforced:
+            headers.append((b"x-modelyard-not-enforced", _listed(self.not_enforced)))
         return headers
+
+
+def _listed(paths: Sequence[str]) -> bytes:
+    """As many as a header has room for. The names in them are the client's."""
+    shown = [quote(path[:_PATH_CHARS], safe="/$ ") for path in paths[:MAX_WARNINGS]]
+    return ", ".join([*shown, *(["..."] if len(paths) > MAX_WARNINGS else [])]).encode()
 
 
 def _quoted(text: str) -> bytes:

@@ -2,7 +2,8 @@
 
 In WebSocket mode each `response.create` of the client is a request of its own, and the events of its stream are
 messages. Requests run one after the other, or at once if they name different lanes (`stream_id`). A connection can
-continue its newest responses even if they are not stored.
+continue its newest responses even if they are not stored. After an hour it takes no more, and ends with the last one
+that runs; responses in the background go on.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ from modelyard.http.connection import ClientConnection
 from modelyard.http.inference import InferenceEndpoint, send_stored_events
 from modelyard.http.request_context import RequestContext, json_fault, read_body
 from modelyard.http.settings import HttpSettings
+from modelyard.protocols.common.dialects import DIALECT_HEADER
 from modelyard.protocols.common.json import decode, encode
 from modelyard.protocols.common.openai_errors import write_http_error
-from modelyard.protocols.common.openai_fields import read_page_query, write_page
+from modelyard.protocols.common.openai_fields import field_of, read_page_query, write_page
 from modelyard.protocols.common.sse import SseParser
 from modelyard.protocols.openai_responses.conversations import (
     read_conversation,
@@ -156,6 +158,7 @@ def _json(body: bytes) -> Response:
 # --- WebSocket mode ---------------------------------------------------------------------------------------------------
 
 _MAX_WAITING = 32  # requests of a connection, in all lanes
+_MAX_AGE_S = 3600.0  # of a connection, as at OpenAI
 
 
 class ClientEvent(Struct):
@@ -184,10 +187,12 @@ class ResponsesSocket:
         await send({"type": "websocket.accept"})
         stored = self._stored.of_connection()
         connection = _Connection(self._request, self._endpoint.with_stored(stored), stored, self._settings, scope, send)
+        expiry = asyncio.get_running_loop().call_later(_MAX_AGE_S, connection.expire)
         try:
             while (message := await receive())["type"] != "websocket.disconnect":
                 await connection.read(message)
         finally:
+            expiry.cancel()
             await connection.close()
 
 
@@ -206,6 +211,15 @@ class _Connection:
         self._client = ClientConnection()
         self._lanes: dict[str | None, asyncio.Queue[bytes]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._expired: asyncio.Task[None] | None = None
+
+    def expire(self) -> None:
+        self._expired = asyncio.get_running_loop().create_task(self._end())
+
+    async def _end(self) -> None:
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._send_error(_too_old(), None)
+        await self._send({"type": "websocket.close", "code": 1000})
 
     async def read(self, message: Message) -> None:
         text = message.get("text")
@@ -213,6 +227,8 @@ class _Connection:
         lane: str | None = None
         try:
             lane = (await run_sized(len(data), self._parse, data)).stream_id
+            if self._expired is not None:
+                raise _too_old()
             if sum(1 + queue.qsize() for queue in self._lanes.values()) >= _MAX_WAITING:
                 raise Overloaded(f"{_MAX_WAITING} responses of this connection are not finished: wait for one of them")
         except ModelyardError as error:
@@ -253,7 +269,7 @@ class _Connection:
             "path": "/v1/responses",
             "raw_path": b"/v1/responses",
             "query_string": b"",
-            "headers": self._scope["headers"],
+            "headers": [*self._scope["headers"], (DIALECT_HEADER.encode(), b"auto")],
             "client": self._scope["client"],
             "server": self._scope["server"],
             "extensions": self._client.extensions,
@@ -279,9 +295,18 @@ class _Connection:
             while not queue.empty():
                 queue.get_nowait()
         self._client.lose()
-        for task in self._tasks:
+        tasks = [*self._tasks, *([self._expired] if self._expired is not None else [])]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _too_old() -> InvalidRequest:
+    minutes = _MAX_AGE_S / 60
+    return InvalidRequest(
+        f"a connection lasts {minutes:g} minutes: open another one to continue",
+        code="websocket_connection_limit_reached",
+    )
 
 
 def _request_body(data: bytes) -> tuple[bytes, Any]:
@@ -294,13 +319,15 @@ def _request_body(data: bytes) -> tuple[bytes, Any]:
 
 
 class _ReplySender:
-    """Sends a reply over HTTP as messages: each event of a stream, or one error."""
+    """Sends a reply over HTTP as messages: each event of a stream, or one error. A repeated `response.in_progress` or a
+    comment, the keep-alives over HTTP, becomes OpenAI's `keepalive`: ping frames do not reset clients' idle timers."""
 
     def __init__(self, send: Send, lane: str | None) -> None:
         self._send = send
         self._end = b"}" if lane is None else b',"stream_id":' + msgspec.json.encode(lane) + b"}"
         self._parser = SseParser()
         self._error: dict[str, Any] | None = None
+        self._is_running, self._last = False, b"{}"
         self.failed = False
 
     async def __call__(self, message: Message) -> None:
@@ -313,15 +340,26 @@ class _ReplySender:
                     self._error["headers"] = {"retry-after": delay.decode()}
             return
         body = message.get("body", b"")
-        if self._error is None:
+        if body.startswith(b":"):  # of a response in the background, whose events are numbered for other readers, too
+            await self._keep_alive()
+        elif self._error is None:
             for event in self._parser.feed(body):
                 self.failed |= event.event == "response.failed"
-                await self._send_text(event.data)
+                self._last = event.data
+                if event.event == "response.in_progress" and self._is_running:
+                    await self._keep_alive()
+                else:
+                    await self._send_text(event.data)
+                self._is_running |= event.event == "response.in_progress"
         elif body:
             error = msgspec.json.decode(body).get("error")
             if isinstance(error, dict) and error.get("code") is None:  # a code is required here
                 error["code"] = error.get("type")
             await self._send_text(msgspec.json.encode(self._error | {"error": error}))
+
+    async def _keep_alive(self) -> None:
+        number = field_of(self._last, "sequence_number")
+        await self._send_text(encode({"type": "keepalive", "sequence_number": number}))
 
     async def _send_text(self, data: bytes) -> None:
         await self._send({"type": "websocket.send", "text": (data[:-1] + self._end).decode()})

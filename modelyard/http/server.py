@@ -44,6 +44,7 @@ from modelyard.http.settings import HttpSettings
 from modelyard.protocols.ollama import generate as ollama_generate
 from modelyard.protocols.openai_responses import compaction
 from modelyard.telemetry.request_capture import CaptureSink
+from modelyard.telemetry.tracing import find_observers
 
 Lifespan = Callable[[Any], AbstractAsyncContextManager[None]]
 
@@ -58,8 +59,11 @@ _EXPOSED_HEADERS = (
     "x-queue-position",
     "x-modelyard-model",
     "x-modelyard-route",
+    "x-modelyard-compacted",
     "x-modelyard-ignored",
+    "x-modelyard-not-enforced",
     "x-modelyard-fallback",
+    "x-modelyard-stopped",
 )
 
 
@@ -92,7 +96,14 @@ def build_app(context: HttpContext, lifespan: Lifespan | None = None) -> ASGIApp
     if context.batches is not None:
         context.batches.execute = LineExecutor(table.posts(), authenticator, admission)
     middleware = RequestMiddleware(
-        table, Router(lifespan=lifespan), settings, authenticator, gateway.metrics, admission
+        table,
+        Router(lifespan=lifespan),
+        settings,
+        authenticator,
+        gateway.metrics,
+        admission,
+        gateway.history,
+        find_observers(),
     )
     middleware.is_draining = lambda: gateway.draining
     return _with_cors(middleware, settings)
@@ -119,11 +130,14 @@ def _served(context: HttpContext, request: RequestWith) -> Iterator[tuple[Row, A
         paths = [path for path in protocol.PATHS if path not in listed]
         endpoint = InferenceEndpoint(protocol, context.gateway, context.settings, context.captures)
         yield Row("POST", paths[0], name, also=tuple(paths[1:]), protocol=name), endpoint
+    for name in plugins.outside("endpoints"):
+        try:
+            yield from plugins.load("endpoints", name)(context)
+        except plugins.MissingLibrary as error:
+            logging.getLogger("modelyard").error("%s", error.message)
 
 
 _PROTOCOLS = (
-    "anthropic_messages",
-    "openai_chat",
     "openai_completions",
     "llama_completion",
     "bare_completions",
@@ -139,9 +153,11 @@ def _apps(context: HttpContext, request: RequestWith) -> dict[str, ASGIApp]:
     embeddings, ranking, own = (load_protocol(name) for name in ("openai_embeddings", "rerank", "ollama"))
     responses, messages = load_protocol("openai_responses"), load_protocol("anthropic_messages")
     admin = AdminApp(context.admin, settings)
-    stored, storing = gateway.stored, InferenceEndpoint(responses, *common, gateway.stored)
+    stored, storing = gateway.stored, InferenceEndpoint(responses, *common, gateway.stored, settings.responses_dialect)
     apps: dict[str, ASGIApp | None] = {
         **{name: InferenceEndpoint(load_protocol(name), *common) for name in _PROTOCOLS},
+        "anthropic_messages": InferenceEndpoint(messages, *common, stored and stored.threads()),
+        "openai_chat": InferenceEndpoint(chat, *common, dialect=settings.chat_dialect),
         "openai_responses": storing,
         "responses_socket": ResponsesSocket(request, storing, stored, settings) if stored is not None else None,
         "compaction": InferenceEndpoint(cast(WireProtocol, compaction), *common),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -71,6 +71,17 @@ class HttpSettings(BaseModel):
         "signal ends them at once.",
     )
     workers: int = Field(default=1, ge=1, le=256, description="Gateway processes on the one port.")
+    responses_dialect: Literal["auto", "openai", "pool"] = Field(
+        default="auto",
+        description="The shape of POST /v1/responses without the header x-modelyard-dialect: by the fields of the "
+        "body (auto), always OpenAI's, or llm-pool's for clients that send neither OpenAI's fields nor the "
+        "headers of OpenAI's SDKs. Unset with engine.models: pool.",
+    )
+    chat_dialect: Literal["openai", "infer_server"] = Field(
+        default="openai",
+        description="The defaults of Chat Completions: OpenAI's, or Infer Server's for clients that do not send the "
+        "headers of OpenAI's SDKs: stream is true, and a stream that fails has the finish reason error.",
+    )
     docs: bool = Field(default=True, description="Serve the interactive API documentation at /docs.")
     workbench: bool = Field(
         default=True,

@@ -74,6 +74,7 @@ class JsonEndpoint:
     """A small ASGI app: body in, JSON out, errors in the shape of its protocol."""
 
     notes_status = True
+    is_long = False  # also a small body may take long: it ends when its client leaves
 
     def __init__(
         self, protocol: WireProtocol, gateway: Gateway, settings: HttpSettings, captures: CaptureSink | None = None
@@ -89,7 +90,8 @@ class JsonEndpoint:
             if capture is not None:
                 capture.request(body)
             work = RequestWork(len(body), context.caller().deadline, context.reservation)
-            stop_watching = cancel_on_disconnect(scope, receive, work.cancel) if len(body) > LARGE_BYTES else None
+            is_watched = self.is_long or len(body) > LARGE_BYTES
+            stop_watching = cancel_on_disconnect(scope, receive, work.cancel) if is_watched else None
             try:
                 reply = await self.handle(body, context, work)
             finally:

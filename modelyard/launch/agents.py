@@ -1,7 +1,8 @@
 """The agents that `modelyard launch` supports: where each comes from, what it needs, and how it is told about a server.
 
-A new agent is a function that makes its settings and a row in `AGENTS`, at the end of this file. Settings go into
-variables, arguments and a private folder; only editors, which have no such folder, get theirs in the user's own file.
+A new agent is a table in `agents.toml`, or a function that makes its settings and a row in `AGENTS`, at the end of this
+file. Settings go into variables, arguments and a private folder; only editors, which have no such folder, get theirs in
+the user's own file.
 """
 
 from __future__ import annotations
@@ -9,12 +10,17 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import shutil
 import sys
+import tomllib
 from collections.abc import Callable, Mapping
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
+import tomlkit
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -23,15 +29,16 @@ from modelyard.launch.plan import LaunchPlan, LaunchTarget, as_json
 from modelyard.library.cache_dir import cache_dir
 
 _ARCHITECTURES = {"x86_64": "x64", "amd64": "x64", "aarch64": "arm64", "arm64": "arm64"}
-_PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy")
 
 
 class Agent(Struct, frozen=True):
     """`settings(target, home)` makes the launch plan; `home` is the folder for the agent's settings under our launches.
 
     `version` is the one that the tests run; without one the agent was not run here, because no package registry has
-    its program. `window` is the number of tokens below which its own prompt does not fit. An agent that `stays_open` is
-    an editor: its command ends at once, so no server can be started for as long as it runs."""
+    its program. `window` is the number of tokens below which its own prompt does not fit, `good` the one from which it
+    works as it is meant to. An agent that `stays_open` is an editor: its command ends at once, so no server can be
+    started for as long as it runs. `private` is the variable of its private folder; None: it takes the server from a
+    file there, so that the user's own settings cannot be kept."""
 
     title: str
     program: str
@@ -44,6 +51,8 @@ class Agent(Struct, frozen=True):
     install: str = ""  # how a user installs it, if not as a package
     tools: bool = True
     stays_open: bool = False
+    good: int = 0
+    private: str | None = None
 
     def plan(self, target: LaunchTarget, home: Path) -> LaunchPlan:
         plan = self.settings(target, home)
@@ -55,6 +64,17 @@ class Agent(Struct, frozen=True):
             "which needs 1,000."
         )
         return replace(plan, notes=(*plan.notes, note))
+
+    def with_own_config(self, plan: LaunchPlan) -> LaunchPlan:
+        """The plan with the user's own settings of the agent: only variables and arguments name the server."""
+        if self.private is None:
+            able = ", ".join(name for name, agent in AGENTS.items() if agent.private is not None)
+            raise InvalidRequest(
+                f"{self.title} takes its server from a settings file, so it cannot keep yours; --keep-my-config is for "
+                f"{able}"
+            )
+        env = {name: value for name, value in plan.env.items() if name != self.private}
+        return replace(plan, env=env, initial_files={})
 
     # --- its program --------------------------------------------------------------------------------------------------
 
@@ -163,32 +183,6 @@ def _claude(target: LaunchTarget, home: Path) -> LaunchPlan:
     )
 
 
-def _cline(target: LaunchTarget, home: Path) -> LaunchPlan:
-    """A file with its providers in its private folder. Its extension for editors keeps its own settings."""
-    settings = {
-        "provider": "openai-compatible",
-        "apiKey": target.key,
-        "model": target.model,
-        "baseUrl": target.v1_url,
-        **target.limits("contextWindow", "maxTokens"),
-    }
-    provider = {"settings": settings, "updatedAt": "2026-01-01T00:00:00.000Z", "tokenSource": "manual"}
-    providers = {
-        "version": 1,
-        "lastUsedProvider": settings["provider"],
-        "modes": {},
-        "providers": {settings["provider"]: provider},
-    }
-    return LaunchPlan(
-        env={
-            "CLINE_DIR": str(home),
-            "CLINE_SESSION_BACKEND_MODE": "local",  # else it starts a process that outlives it
-            "CLINE_NO_AUTO_UPDATE": "1",
-        },
-        files={home / "data" / "settings" / "providers.json": as_json(providers)},
-    )
-
-
 # Codex compacts when nine tenths of the window are full, but counts four bytes as one token: a tool result with twice
 # as many tokens must still fit into the last tenth. By default it truncates results at 2,500 of its tokens.
 _CODEX_SAFE_WINDOW = 40_000
@@ -214,34 +208,6 @@ def _codex(target: LaunchTarget, home: Path) -> LaunchPlan:
         arguments=tuple(word for name, value in settings.items() for word in ("-c", f"{name}={json.dumps(value)}")),
         env={"CODEX_HOME": str(home), _CODEX_KEY: target.key},
         initial_files={home / ".keep": ""},  # it refuses a home folder that does not exist
-    )
-
-
-# Continue reads this as milliseconds in one place and as seconds in another, whose timer is limited to 2**31 ms.
-_CONTINUE_TIMEOUT = 2_100_000
-
-
-def _continue(target: LaunchTarget, home: Path) -> LaunchPlan:
-    """A configuration file in its private folder."""
-    model: dict[str, Any] = {
-        "name": target.model,
-        "provider": "openai",
-        "model": target.model,
-        "apiBase": target.v1_url,
-        "apiKey": target.key,
-        "roles": ["chat"],
-        "capabilities": ["tool_use"],
-        "requestOptions": {"timeout": _CONTINUE_TIMEOUT},
-    }
-    if target.window is not None:
-        model["contextLength"] = target.window
-        model["defaultCompletionOptions"] = target.limits("contextLength", "maxTokens")
-    path = home / "modelyard.yaml"
-    return LaunchPlan(
-        arguments=("--config", str(path)),
-        env={"CONTINUE_GLOBAL_DIR": str(home), "CONTINUE_CLI_ENABLE_TELEMETRY": "0", "CONTINUE_METRICS_ENABLED": "0"},
-        # JSON is valid YAML.
-        files={path: as_json({"name": "Modelyard", "version": "1.0.0", "schema": "v1", "models": [model]})},
     )
 
 
@@ -295,7 +261,8 @@ def _gemini(target: LaunchTarget, home: Path) -> LaunchPlan:
     if target.window is not None:
         model["compressionThreshold"] = round(_GEMINI_COMPRESS_AT * target.window / _GEMINI_LIMIT, 6)
     settings = {
-        "security": {"auth": {"selectedType": "gemini-api-key"}},
+        # It would ask about a folder that is new to it, and refuse it where nobody can answer.
+        "security": {"auth": {"selectedType": "gemini-api-key"}, "folderTrust": {"enabled": False}},
         "model": model,
         "modelConfigs": {"customOverrides": rules},
         "general": {"enableAutoUpdate": False, "enableAutoUpdateNotification": False},
@@ -312,27 +279,6 @@ def _gemini(target: LaunchTarget, home: Path) -> LaunchPlan:
         },
         unset=("GOOGLE_API_KEY", "GOOGLE_GENAI_USE_VERTEXAI", "GOOGLE_GENAI_USE_GCA"),  # they select Google's servers
         files={home / ".gemini" / "settings.json": as_json(settings)},
-    )
-
-
-def _goose(target: LaunchTarget, home: Path) -> LaunchPlan:
-    """Everything is set by variables."""
-    limits = target.limits("GOOSE_CONTEXT_LIMIT", "GOOSE_MAX_TOKENS")
-    return LaunchPlan(
-        env={
-            "GOOSE_PATH_ROOT": str(home),
-            "GOOSE_PROVIDER": "openai",
-            "GOOSE_MODEL": target.model,
-            "OPENAI_HOST": target.url,
-            "OPENAI_BASE_PATH": "v1/chat/completions",
-            "OPENAI_API_KEY": target.key,
-            "OPENAI_TIMEOUT": "3600",
-            "GOOSE_DISABLE_KEYRING": "1",
-            "GOOSE_TELEMETRY_ENABLED": "false",
-            **{name: str(tokens) for name, tokens in limits.items()},
-        },
-        unset=("OPENAI_BASE_URL", "OPENAI_ORGANIZATION", "OPENAI_PROJECT", "OPENAI_CUSTOM_HEADERS"),
-        initial_files={home / "config" / "config.yaml": ""},
     )
 
 
@@ -361,30 +307,6 @@ def _opencode(target: LaunchTarget, home: Path) -> LaunchPlan:
         "OPENCODE_DISABLE_MODELS_FETCH": "1",
     }
     return LaunchPlan(env=env)
-
-
-def _qwen(target: LaunchTarget, home: Path) -> LaunchPlan:
-    """Variables for the address, and a settings file in its private folder."""
-    generation: dict[str, Any] = {"timeout": 3_600_000}
-    env = {
-        "QWEN_HOME": str(home),
-        "OPENAI_BASE_URL": target.v1_url,
-        "OPENAI_API_KEY": target.key,
-        "OPENAI_MODEL": target.model,
-        # It would send requests to a local server through the proxy, too: it does not read NO_PROXY.
-        **dict.fromkeys(_PROXIES, ""),
-    }
-    if target.window is not None:
-        generation["contextWindowSize"] = target.window
-        env["QWEN_CODE_MAX_OUTPUT_TOKENS"] = str(target.max_output)
-    settings = {
-        "security": {"auth": {"selectedType": "openai"}},
-        "model": {"name": target.model, "generationConfig": generation},
-        "general": {"enableAutoUpdate": False},
-        "privacy": {"usageStatisticsEnabled": False},
-        "telemetry": {"enabled": False},
-    }
-    return LaunchPlan(arguments=("--model", target.model), env=env, files={home / "settings.json": as_json(settings)})
 
 
 def _roo(target: LaunchTarget, home: Path) -> LaunchPlan:
@@ -443,30 +365,99 @@ def _vs_code_settings() -> Path:
     return home / "Code" / "User" / "settings.json"
 
 
+# --- agents as data ---------------------------------------------------------------------------------------------------
+
+
+class _AgentTable(Struct, forbid_unknown_fields=True):
+    """`agents.toml` explains the fields."""
+
+    title: str
+    program: str
+    window: int
+    source: Literal["npm", "PyPI", ""] = ""
+    package: str = ""
+    version: str = ""
+    install: str = ""
+    inside: str = ""
+    stays_open: bool = False
+    good: int = 0
+    private: str | None = None
+    arguments: tuple[str, ...] = ()
+    env: dict[str, str] = {}
+    unset: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    files: dict[str, Any] = {}
+    initial_files: dict[str, str] = {}
+
+    def plan(self, target: LaunchTarget, home: Path) -> LaunchPlan:
+        words = {name: str(getattr(target, name)) for name in ("url", "v1_url", "key", "model", "small_model")}
+        numbers = {"{window}": target.window, "{max_output}": target.max_output}
+
+        def fill(value: Any) -> Any:
+            if isinstance(value, dict):
+                filled = {fill(key): fill(each) for key, each in value.items()}
+                return {key: each for key, each in filled.items() if each is not None}
+            if isinstance(value, list | tuple):
+                return [fill(each) for each in value]
+            return numbers.get(value, _replaced(value, words)) if isinstance(value, str) else value
+
+        words["home"] = str(home)
+        files = {home / name: _as_text(name, fill(content)) for name, content in self.files.items()}
+        env = {name: str(value) for name, value in fill(self.env).items()}
+        return LaunchPlan(
+            arguments=tuple(fill(self.arguments)),
+            env=env,
+            unset=self.unset,
+            files=files,
+            initial_files={home / name: text for name, text in self.initial_files.items()},
+            notes=tuple(fill(self.notes)),
+        )
+
+
+def _replaced(text: str, words: Mapping[str, str]) -> str:
+    """In one pass: what a client's key or a model's name contains is not replaced again."""
+    return re.sub(r"\{(\w+)\}", lambda found: words.get(found[1], found[0]), text)
+
+
+def _as_text(name: str, content: Any) -> str:
+    return tomlkit.dumps(content) if name.endswith(".toml") else as_json(content)  # JSON is valid YAML
+
+
+def _read_agents() -> dict[str, Agent]:
+    text = files("modelyard.launch").joinpath("agents.toml").read_text(encoding="utf-8")
+    tables = msgspec.convert(tomllib.loads(text), dict[str, _AgentTable])
+    shared = tuple(name for name in Agent.__struct_fields__ if name in _AgentTable.__struct_fields__)
+    return {
+        name: Agent(settings=table.plan, **{field: getattr(table, field) for field in shared})
+        for name, table in tables.items()
+    }
+
+
 # --- the agents -------------------------------------------------------------------------------------------------------
 
 _CLAUDE = "node_modules/@anthropic-ai/claude-code-{platform}/claude"
-_CLINE = "node_modules/@cline/cli-{platform}/bin/cline"
-_GOOSE = "node_modules/@aaif/goose-binary-{platform}/bin/goose"
 _OPENCODE = "node_modules/opencode-{platform}/bin/opencode"
 _ROO_INSTALL = "code --install-extension RooVeterinaryInc.roo-cline (in VS Code)"
 _ZED_INSTALL = "curl -f https://zed.dev/install.sh | sh"
 # The package of Crush fetches the program from GitHub.
 _CRUSH_INSTALL = "npm install -g @charmland/crush"
 
-# The prompts of Codex and Gemini CLI take about 12,000 tokens, that of opencode 8,000, that of Qwen Code 22,000. Claude
-# Code needs 4,000 in its bare mode.
+# The prompts of Codex and Gemini CLI take about 12,000 tokens, that of opencode 8,000. Claude Code needs 4,000 in its
+# bare mode.
 AGENTS: dict[str, Agent] = {
-    "aider": Agent("aider", "aider", _aider, 1_000, "PyPI", "aider-chat", "0.86.2", tools=False),
-    "claude": Agent("Claude Code", "claude", _claude, 4_000, "npm", "@anthropic-ai/claude-code", "2.1.325", _CLAUDE),
-    "cline": Agent("Cline", "cline", _cline, 12_000, "npm", "cline", "3.0.65", _CLINE),
-    "codex": Agent("Codex", "codex", _codex, 16_000, "npm", "@openai/codex", "0.166.0"),
-    "continue": Agent("Continue", "cn", _continue, 4_000, "npm", "@continuedev/cli", "1.5.47"),
+    "aider": Agent("aider", "aider", _aider, 1_000, "PyPI", "aider-chat", "0.86.2", tools=False, private=""),
+    "claude": Agent(
+        *("Claude Code", "claude", _claude, 4_000, "npm", "@anthropic-ai/claude-code", "2.1.325", _CLAUDE),
+        good=CLAUDE_GOOD_WINDOW,
+        private="CLAUDE_CONFIG_DIR",
+    ),
+    "codex": Agent("Codex", "codex", _codex, 16_000, "npm", "@openai/codex", "0.166.0", private="CODEX_HOME"),
     "crush": Agent("Crush", "crush", _crush, 16_000, install=_CRUSH_INSTALL),
     "gemini": Agent("Gemini CLI", "gemini", _gemini, 16_000, "npm", "@google/gemini-cli", "0.61.0"),
-    "goose": Agent("goose", "goose", _goose, 8_000, "npm", "@aaif/goose-acp", "1.50.0", _GOOSE),
-    "opencode": Agent("opencode", "opencode", _opencode, 12_000, "npm", "opencode-ai", "1.18.33", _OPENCODE),
-    "qwen": Agent("Qwen Code", "qwen", _qwen, 28_000, "npm", "@qwen-code/qwen-code", "0.15.10"),
+    "opencode": Agent(
+        "opencode", "opencode", _opencode, 12_000, "npm", "opencode-ai", "1.18.33", _OPENCODE, private=""
+    ),
     "roo": Agent("Roo Code", "code", _roo, 16_000, install=_ROO_INSTALL, stays_open=True),
     "zed": Agent("Zed", "zed", _zed, 8_000, install=_ZED_INSTALL, stays_open=True),
 }
+AGENTS = dict(sorted({**AGENTS, **_read_agents()}.items()))

@@ -15,12 +15,14 @@ from urllib.parse import quote
 from msgspec import Struct
 from msgspec.structs import replace
 
+from modelyard.config.load import EMBEDDED_DEFAULTS
 from modelyard.core.errors import NotFound, Unavailable
 from modelyard.launch.agents import Agent, get_agent
 from modelyard.launch.plan import PLACEHOLDER_KEY, LaunchPlan, LaunchTarget, shell_script, write_files
 from modelyard.library.cache_dir import cache_dir
+from modelyard.library.default_model import DEMO_NOTICE
 from modelyard.server.client import ServerClient, is_local, no_server
-from modelyard.server.running_servers import TemporaryServer, log_path
+from modelyard.server.running_servers import KEEP_ALIVE_S, BackgroundServer, find_server, kept_alive, stays_notice
 
 _FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -34,6 +36,8 @@ class LaunchOptions(Struct, frozen=True, kw_only=True):
     key: str | None = None
     config: Path | None = None
     arguments: tuple[str, ...] = ()
+    keep_alive_s: float | None = KEEP_ALIVE_S  # of a server that is started for it
+    keep_config: bool = False  # the user's own settings of the agent, in place of a private folder
 
 
 def launch_agent(options: LaunchOptions, env: Mapping[str, str], notify: Callable[[str], None]) -> int:
@@ -46,6 +50,8 @@ def launch_agent(options: LaunchOptions, env: Mapping[str, str], notify: Callabl
         for note in (*plan.notes, *write_files(plan)):
             notify(note)
         variables = {name: value for name, value in env.items() if name not in plan.unset} | dict(plan.env)
+        server = stack.enter_context(closing(TargetServer(options.url, options.key)))
+        stack.enter_context(kept_alive(find_server(options.url, env), server.is_running))
         return _run([str(program), *plan.arguments, *options.arguments], variables, forwarder)
 
 
@@ -62,12 +68,14 @@ def launch_script(options: LaunchOptions, env: Mapping[str, str]) -> str:
 def _plan(agent: Agent, options: LaunchOptions, env: Mapping[str, str], target: LaunchTarget) -> LaunchPlan:
     """The agent's plan, with the command that fetches a model if this one does not suit the agent."""
     plan = agent.plan(target, _home(options.agent, env))
-    notes = list(plan.notes)
+    plan = agent.with_own_config(plan) if options.keep_config else plan
+    notes = [*([DEMO_NOTICE + " --for code"] if target.model in EMBEDDED_DEFAULTS["models"] else []), *plan.notes]
+    own = len(notes)
     if agent.tools and "tools" not in target.capabilities:
         notes.append(f"{target.model} cannot call tools, and {agent.title} does nothing without them.")
     elif _CHATS.isdisjoint(target.capabilities):
         notes.append(f"{target.model} has no chat template, so it refuses what {agent.title} sends.")
-    if target.is_smaller_than(agent.window) or len(notes) > len(plan.notes):
+    if target.is_smaller_than(agent.window) or len(notes) > own:
         notes.append(f"A model that suits {agent.title}: {pull_command(target.url)}")
     return replace(plan, notes=tuple(notes))
 
@@ -85,15 +93,15 @@ def _target(
         return server.launch_target(options.model, agent=agent)
     if agent.stays_open:
         raise Unavailable(
-            f"{agent.title} stays open after its command has ended: start the server first, with modelyard serve"
+            f"{agent.title} stays open after its command has ended: start the server first, with modelyard start or "
+            "modelyard serve"
         )
-    log = log_path(env)
-    temporary = stack.enter_context(TemporaryServer(server.url, options.config, log, env))
-    notify(f"starting a server at {server.url} that runs as long as the agent; its log is {log}")
-    while not server.is_running():
-        temporary.check_alive()
-        time.sleep(_POLL_S)
-    return server.launch_target(options.model, temporary.check_alive, agent=agent)
+    started = stack.enter_context(BackgroundServer(server.url, options.config, env, options.keep_alive_s))
+    notify(f"starting a server at {server.url}; its log is {started.log}")
+    started.wait_until(server.is_running)
+    if options.keep_alive_s != 0:
+        notify(stays_notice(options.keep_alive_s))
+    return server.launch_target(options.model, started.check_alive, agent=agent)
 
 
 def _run(command: Sequence[str], env: Mapping[str, str], forwarder: SignalForwarder) -> int:
@@ -199,26 +207,23 @@ class TargetServer(ServerClient):
 
 # --- the model --------------------------------------------------------------------------------------------------------
 
-# Models that call tools and were trained for long windows, by the memory that they need.
-_SUGGESTIONS = {
-    24 << 30: "unsloth/Qwen3-Coder-30B-A3B-Instruct-GGUF",
-    0: "unsloth/Qwen3-4B-Instruct-2507-GGUF",
-}
 _USABLE = ("ready", "loading")
 _CHATS = {"chat", "tools"}  # either; a server of an earlier version does not report the first
 
 
 def choose_model(cards: Sequence[Mapping[str, Any]], agent: Agent | None) -> str | None:
-    """The first model that does what the agent needs, rather one that is loaded. If none has the window that the agent
-    needs, the one with the largest."""
+    """The best of the models that do what the agent needs: one with a window in which it works well, else one in which
+    it works at all, else the largest; rather no demo, rather one that is loaded, rather the first."""
     needed = {"tools"} if agent is not None and agent.tools else _CHATS
     able = [card for card in cards if not needed.isdisjoint(_capabilities(card))]
-    if not able:
-        return None
-    large = [card for card in able if agent is None or (card.get("context_length") or agent.window) >= agent.window]
-    loaded = [card for card in large if card["state"] in _USABLE]
-    best = max(able, key=lambda card: card.get("context_length") or 0)
-    return str((loaded or large or [best])[0]["id"])
+    least, good = (agent.window, max(agent.good, agent.window)) if agent is not None else (0, 0)
+
+    def rank(card: Mapping[str, Any]) -> tuple[bool, bool, int, bool, bool]:
+        window = card.get("context_length") or good  # of a remote model it is unknown, and mostly large
+        is_demo, is_loaded = card["id"] in EMBEDDED_DEFAULTS["models"], card["state"] in _USABLE
+        return window >= good, window >= least, 0 if window >= good else window, not is_demo, is_loaded
+
+    return str(max(able, key=rank)["id"]) if able else None
 
 
 def _capabilities(card: Mapping[str, Any]) -> tuple[str, ...]:
@@ -229,9 +234,9 @@ def _capabilities(card: Mapping[str, Any]) -> tuple[str, ...]:
 def pull_command(url: str) -> str:
     """The command that fetches a model for an agent."""
     from modelyard.config.library_models import machine_budget
+    from modelyard.library import catalogue
 
-    if not is_local(url):
-        return f"modelyard pull {_SUGGESTIONS[0]} (on the server's machine)"
-    budget = machine_budget()
-    memory = max(budget.gpu, budget.ram)
-    return f"modelyard pull {next(name for needed, name in _SUGGESTIONS.items() if memory >= needed)}"
+    local = is_local(url)
+    suited = catalogue.suggest("code", machine_budget()) if local else None
+    name = suited.name if suited is not None else "qwen3:4b"
+    return f"modelyard pull {name}{'' if local else ' (on the machine of the server)'}"

@@ -204,7 +204,7 @@ class LaunchPlan(Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
 
 
-def as_json(settings: Mapping[str, Any]) -> str:
+def as_json(settings: Mapping[str, Any] | list[Any]) -> str:
     return json.dumps(settings, indent=2) + "\n"
 
 

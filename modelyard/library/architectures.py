@@ -8,6 +8,15 @@ architecture gets its own process (`placement = "auto"`), where an assertion end
 
 from __future__ import annotations
 
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+# `python -m bench.company --write` makes it: which architectures give the same tokens when several sequences share a
+# batch, and what was wrong with the others.
+COMPANY_FILE = Path(__file__).with_name("company.json")
+
 ENCODERS = frozenset(
     {"bert", "eurobert", "gemma-embedding", "jina-bert-v2", "jina-bert-v3", "llama-embed", "modern-bert", "neo-bert"}
     | {"nomic-bert", "nomic-bert-moe", "t5encoder"}
@@ -32,7 +41,7 @@ _REFUSED = {
     "wavtokenizer-dec": _SPEECH,
 }
 
-TESTED = frozenset(  # 129 of them
+TESTED = frozenset(  # 130 of them
     [
         "afmoe",
         "apertus",
@@ -71,6 +80,7 @@ TESTED = frozenset(  # 129 of them
         "gemma2",
         "gemma3",
         "gemma3n",
+        "gemma4",
         "glm-dsa",
         "glm4",
         "glm4moe",
@@ -175,3 +185,14 @@ def refusal(architecture: str) -> str | None:
 def is_tested(architecture: str) -> bool:
     """Whether a model may share a process with others. What is refused never runs."""
     return architecture in TESTED or architecture in _REFUSED
+
+
+def may_share_batch(architecture: str) -> bool:
+    """Whether llama.cpp computes several sequences in one batch as it computes each alone. Untested ones may not."""
+    return architecture in company()["together"]
+
+
+@cache
+def company() -> dict[str, Any]:
+    table: dict[str, Any] = json.loads(COMPANY_FILE.read_text())
+    return table

@@ -193,7 +193,7 @@ def runtime_folders(env: Mapping[str, str] = os.environ, path: Iterable[str] | N
 def _unpack_wheel(wheel: RuntimeWheel, folder: Path, progress: ProgressReporter) -> None:
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".cuda-") as name:
         with progress.track(wheel.requirement) as on_bytes:
-            archive = pip_download(wheel.requirement, Path(name), on_bytes)
+            archive = pip_download(wheel.requirement, Path(name), on_bytes, wheel.size)
         with archive.open("rb") as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()
         if found != wheel.sha256:

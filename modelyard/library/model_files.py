@@ -46,7 +46,17 @@ def locate_model_file(path: str) -> Path:
     for candidate in candidate_paths(path):
         if candidate.exists():
             return _require_all_parts(_only_model(candidate) if candidate.is_dir() else candidate)
-    raise NotFound(f"there is no model file {path!r}; looked in {_searched(path)}", code="model_file_missing")
+    looked = f"looked in {_searched(path)}{pull_hint(path)}"
+    raise NotFound(f"there is no model file {path!r}; {looked}", code="model_file_missing")
+
+
+def pull_hint(path: str) -> str:
+    """How to fetch what looks like a repository of the hub, perhaps with a variant; none for a path of this machine."""
+    owner, _, rest = path.strip("/").partition("/")
+    repo, _, variant = rest.partition("/")
+    if not repo or "/" in variant or path.startswith(("/", ".", "~", "models/")) or path.lower().endswith(".gguf"):
+        return ""
+    return f"; fetch it: modelyard pull {owner}/{repo}{variant and f':{variant}'}"
 
 
 def find_model_file(path: str) -> Path | None:

@@ -6,56 +6,89 @@ import io
 import re
 import shutil
 from pathlib import Path
+from typing import Protocol
 
 import psutil
 from msgspec import Struct
 from msgspec.structs import replace
 
 from modelyard.core.errors import InvalidRequest, ModelyardError, NotFound
-from modelyard.library import default_model, gguf, hub, model_files, variants
+from modelyard.library import catalogue, default_model, elsewhere, gguf, hub, model_files, variants
 from modelyard.library.cache_dir import models_dir
+from modelyard.library.elsewhere import FoundModel
 from modelyard.library.hub import HubClient, HubListing, HubReference
 from modelyard.library.model_files import LibraryEntry
 from modelyard.library.progress import ProgressReporter, format_size
 from modelyard.library.variants import KvShape, MemoryBudget, ModelVariant
 
-_NAME = re.compile(r"\w[\w.+-]*(/\w[\w.+-]*)*")
+_NAME = re.compile(r"\w[\w.+:-]*(/\w[\w.+:-]*)*")
 _HEADER = 1 << 20  # bytes of a GGUF file in which its shape is found
+
+
+class Converter(Protocol):
+    """Writes a model in another format and adds it to the library: an entry point `modelyard.converters`."""
+
+    def __call__(
+        self, name: str, *, out: Path | None, quantization: str | None, progress: ProgressReporter
+    ) -> LibraryEntry: ...
+
 
 # --- what a MODEL argument means --------------------------------------------------------------------------------------
 
 
 class ModelSource(Struct, frozen=True):
-    """A model of the library (`entry`), a local file or folder (`path`), or one on the hub (`hub`). A model that was
-    fetched from the hub before is an entry and on the hub."""
+    """A model of the library (`entry`), a local file or folder (`path`), one that another program has here
+    (`elsewhere`), or one on the hub (`hub`). A model that was
+    fetched from the hub before is an entry and on the hub. A name of the catalogue is what the model will be called."""
 
     text: str
     entry: LibraryEntry | None = None
     path: Path | None = None
+    elsewhere: FoundModel | None = None
     hub: HubReference | None = None
+    name: str | None = None
 
 
 def resolve_source(text: str, quant: str | None = None) -> ModelSource:
     """The meaning of a MODEL argument, in this order: a name in the library; a file or folder here or in ./models; a
-    repository of the hub as `owner/repo[:quant]`, `hf.co/owner/repo[:quant]` or a URL. Raises NotFound."""
+    model of Ollama, LM Studio or the hub's cache; a repository of the hub as `owner/repo[:quant]`,
+    `hf.co/owner/repo[:quant]` or a URL; a name of the catalogue. Raises NotFound."""
     if (entry := find_model(text)) is not None:
         return ModelSource(text, entry=entry)
     if (local := _find_local(text, quant)) is not None:
         return ModelSource(text, path=local)
+    if quant is None and (found := elsewhere.find(text)) is not None:
+        return ModelSource(text, elsewhere=found)
     if (reference := hub.parse_reference(text)) is not None:
         return ModelSource(text, entry=_find_fetched(reference, quant), hub=reference)
+    if (listed := of_catalogue(text, quant)) is not None:
+        return listed
     if "://" in text:
         raise NotFound(
             f"{text!r} is not a repository or file of the hub at {hub.endpoint()}: download it, then name its file",
             param="source",
         )
-    names = ", ".join(entry.name for entry in list_models()) or "nothing"
+    names = [entry.name for entry in list_models()]
     raise NotFound(
-        f"there is no model {text!r}: it is not a file or folder here, not in the library (which has {names}), and not "
-        "a repository such as owner/name",
+        f"there is no model {text!r}: it is not a file or folder here, not in the library (which has "
+        f"{', '.join(names) or 'nothing'}), not in the catalogue (modelyard models search), and not a repository such "
+        f"as owner/name{did_you_mean(text, names)}",
         code="unknown_model",
         param="source",
     )
+
+
+def of_catalogue(text: str, quant: str | None = None) -> ModelSource | None:
+    """The model that a short name of the catalogue means."""
+    reference = catalogue.find_reference(text)
+    if reference is None:
+        return None
+    return ModelSource(text, _find_fetched(reference, quant), hub=reference, name=text.lower().removesuffix(":latest"))
+
+
+def did_you_mean(text: str, known: list[str]) -> str:
+    similar = catalogue.similar(text, known)
+    return f". Did you mean {' or '.join(similar)}?" if similar else ""
 
 
 def _find_local(source: str, quant: str | None) -> Path | None:
@@ -125,6 +158,8 @@ def pull(
     if found.path is not None:
         named = name or model_files.base_name(found.path.name)
         return register(LibraryEntry(named, str(found.path), projector=_find_projector(found.path)))
+    if found.elsewhere is not None:
+        return register(found.elsewhere.entry(name))
     if found.entry is not None and found.hub is None:
         entry = found.entry  # a second name of a model in the library; its files stay the first one's
         return register(LibraryEntry(name or entry.name, entry.path, entry.source, projector=entry.projector))
@@ -132,7 +167,7 @@ def pull(
         raise NotFound(f"there is no model {found.text!r}", code="unknown_model", param="source")
     fetched = found.entry if name in (None, found.entry.name if found.entry else None) else None
     budgets = budget or default_budget(), folder_budget or budget or default_budget()
-    return _fetch(found.hub, name, quant, progress or ProgressReporter(), budgets, fetched)
+    return _fetch(found.hub, name or found.name, quant, progress or ProgressReporter(), budgets, fetched)
 
 
 def default_budget() -> MemoryBudget:
@@ -386,9 +421,13 @@ Rows = list[tuple[str, str]]
 class FileRow(Struct, frozen=True):
     """A model's file in a list. `note` says why it cannot be read: missing, not fetched yet, or not a model."""
 
-    size: str = ""
+    bytes: int = 0
     quant: str = ""
     note: str = ""
+
+    @property
+    def size(self) -> str:
+        return format_size(self.bytes) if self.bytes else ""
 
 
 def file_row(path: str | None) -> FileRow:
@@ -396,19 +435,19 @@ def file_row(path: str | None) -> FileRow:
     if path is None:
         return FileRow()
     if default_model.is_default(path) and not default_model.is_fetched():
-        return FileRow(format_size(default_model.DEFAULT_MODEL.size), "", "not fetched yet")
+        return FileRow(default_model.DEFAULT_MODEL.size, "", "not fetched yet")
     if (folder := model_files.find_model_folder(path)) is not None:
-        return FileRow(format_size(folder.size), folder.quant)
+        return FileRow(folder.size, folder.quant)
     file = model_files.find_model_file(path)
     if file is None:
         return FileRow(note="its file is missing")
     if file.suffix.lower() != ".gguf":
-        return FileRow(format_size(file.stat().st_size))
+        return FileRow(file.stat().st_size)
     try:
         summary = gguf.read_summary(file)
     except ModelyardError:
-        return FileRow(format_size(file.stat().st_size), "", "its file cannot be read")
-    return FileRow(format_size(summary.size), summary.quant)
+        return FileRow(file.stat().st_size, "", "its file cannot be read")
+    return FileRow(summary.size, summary.quant)
 
 
 def describe_file(path: str | None) -> Rows:

@@ -130,6 +130,7 @@ def quality_rank(label: str) -> tuple[int, int]:
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 USEFUL_WINDOW = 16_384  # tokens: a conversation with files; a choice that leaves room for less is not useful
+AGENT_WINDOW = 40_960  # tokens: the prompt of a coding agent, its tools, and the files of a task
 _KV_SHARE = 0.15  # of the weights, if the file's shape is unknown
 _COMPUTE = 400 << 20
 

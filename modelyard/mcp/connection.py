@@ -12,7 +12,7 @@ import logging
 import os
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
-from contextvars import Context
+from contextvars import Context, ContextVar
 from typing import TYPE_CHECKING, Any, Literal
 
 import anyio
@@ -21,7 +21,9 @@ from msgspec import Struct
 
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.request import Audio, Document, Image, ResultPart, Text
+from modelyard.mcp.elicitation import Elicitation, answer
 from modelyard.outbound import AddressGuard, PrivateAddress, host_name
+from modelyard.plugins import load
 from modelyard.processes.child_process import OutputTail
 from modelyard.processes.parent_death import die_with_parent
 
@@ -34,11 +36,13 @@ log = logging.getLogger("modelyard.mcp")
 _MAX_TOOLS = 1000
 _MAX_PAGES = 100
 _LIST_AGE_S = 300.0  # a server that changes its tools should say so; some do not
-_MAX_BODY = 16 << 20  # bytes of a JSON answer
+_MAX_BODY = 16 << 20  # bytes of an answer
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 2.0, 60.0  # after a server could not be opened
 _CLOSE_S = 8.0  # the library waits for a program to end, then kills it
 _PIPE_ITERATIONS = 5  # of the event loop, in which asyncio finishes with the pipes of a program that has ended
 _LAST_LINES = 10  # of a program's stderr
+_READ_ONLY = {"readOnlyHint": True}
+_questions: ContextVar[list[str]] = ContextVar("questions")  # of the call that this task makes
 
 
 class ServerFailed(InvalidRequest):
@@ -76,10 +80,20 @@ Transport = Callable[[OutputTail, Callable[[], None]], AbstractAsyncContextManag
 
 class McpConnection:
     """`transport` opens the streams of a session; it gets where a program's stderr goes, and what to call at its end.
-    `timeout_s` is for one call."""
+    `timeout_s` is for one call. `offered`: what the model gets as tools besides them (`resources`, `prompts`)."""
 
-    def __init__(self, name: str, transport: Transport, *, timeout_s: float, connect_timeout_s: float) -> None:
+    def __init__(
+        self,
+        name: str,
+        transport: Transport,
+        *,
+        timeout_s: float,
+        connect_timeout_s: float,
+        elicitation: Elicitation = "decline",
+        offered: frozenset[str] = frozenset(),
+    ) -> None:
         self.name, self.used = name, 0.0
+        self._elicitation, self._offered = elicitation, offered
         self._transport, self._timeout_s, self._connect_timeout_s = transport, timeout_s, connect_timeout_s
         self._session: _Session | None = None
         self._ending: list[_Session] = []  # sessions before it, whose programs may not have ended yet
@@ -102,7 +116,7 @@ class McpConnection:
                 return session.tools
             try:
                 async with asyncio.timeout(self._connect_timeout_s):
-                    session.tools = await _list(session.client, self.name)
+                    session.tools = await session.list(self._offered)
             except TimeoutError:
                 session.end()
                 raise self._failed(f"did not list its tools within {self._connect_timeout_s:g} s") from None
@@ -123,7 +137,7 @@ class McpConnection:
                 return failed_call(error.message, "lost")
             try:
                 async with asyncio.timeout(self._timeout_s):
-                    return _result(await session.client.call_tool(tool, arguments))
+                    return await session.call(tool, arguments)
             except TimeoutError:
                 return failed_call(f"the tool {tool!r} did not answer within {self._timeout_s:g} s", "timeout")
             except Exception as error:
@@ -147,7 +161,7 @@ class McpConnection:
             if self._fault is not None and loop.time() < self._retry_at:
                 raise ServerFailed(self._fault.message, param="mcp_servers")
             self._ending = [one for one in (*self._ending, session) if one is not None and not one.is_closed]
-            session = self._session = _Session(self.name, self._transport)
+            session = self._session = _Session(self.name, self._transport, self._elicitation)
         try:
             async with asyncio.timeout(self._connect_timeout_s):
                 await asyncio.shield(session.ready)
@@ -176,8 +190,10 @@ class _Session:
 
     client: Client
 
-    def __init__(self, name: str, transport: Transport) -> None:
-        self._name, self._transport = name, transport
+    def __init__(self, name: str, transport: Transport, elicitation: Elicitation) -> None:
+        self._name, self._transport, self._elicitation = name, transport, elicitation
+        self._own: Mapping[str, Any] = {}
+        self._running: list[list[str]] = []  # what the server has asked during each call
         self._loop = asyncio.get_running_loop()
         self._stop, self.is_over = asyncio.Event(), False
         # Not the task's own cancellation: the library would leave a program that is still ending.
@@ -194,7 +210,11 @@ class _Session:
         try:
             with self._opening:
                 library = await asyncio.to_thread(_library)
-                client = library.Client(self._transport(self._stderr, self.end), message_handler=self._on_message)
+                client = library.Client(
+                    self._transport(self._stderr, self.end),
+                    message_handler=self._on_message,
+                    elicitation_callback=self._on_elicitation,
+                )
                 async with client:
                     self.client = client
                     self.ready.set_result(None)
@@ -214,6 +234,35 @@ class _Session:
     @property
     def is_closed(self) -> bool:
         return self._task.done()
+
+    async def list(self, offered: frozenset[str]) -> tuple[McpTool, ...]:
+        """The server's tools, and ours for its resources and prompts under names that the server does not use."""
+        listed = await _list(self.client, self._name)
+        found = load("mcp", "own_tools")(self.client.server_capabilities, offered) if offered else ()
+        taken = {tool.name for tool in listed}
+        self._own = own = {tool.name: tool for tool in found if tool.name not in taken}
+        return *listed, *(McpTool(its.name, its.description, its.schema, _READ_ONLY) for its in own.values())
+
+    async def call(self, tool: str, arguments: dict[str, Any]) -> McpResult:
+        asked: list[str] = []
+        _questions.set(asked)
+        self._running.append(asked)
+        try:
+            if (own := self._own.get(tool)) is not None:
+                result = McpResult(tuple(map(_part, await own.run(self.client, arguments))))
+            else:
+                result = _result(await self.client.call_tool(tool, arguments))
+        finally:
+            self._running.remove(asked)
+        return msgspec.structs.replace(result, content=(*result.content, *map(Text, asked)))
+
+    async def _on_elicitation(self, _context: Any, params: types.ElicitRequestParams) -> types.ElicitResult:
+        """The model reads what was asked. A server that asks outside of a request does not say for which call: then
+        only a call that runs alone has the question, for others may be of another client."""
+        made, question = answer(params, self._elicitation)
+        asked = _questions.get(self._running[0] if len(self._running) == 1 else [])
+        asked.append(question)
+        return made
 
     async def _on_message(self, message: Any) -> None:
         if type(message).__name__ == "ToolListChangedNotification":
@@ -289,18 +338,24 @@ def program(command: str, args: list[str], env: Mapping[str, str], cwd: str | No
     return open_streams
 
 
-def endpoint(url: str, headers: Mapping[str, str], guard: AddressGuard | None = None) -> Transport:
-    """A server that speaks streamable HTTP. With a `guard` only the addresses that it allows are connected to."""
+def endpoint(
+    url: str,
+    headers: Mapping[str, str],
+    guard: AddressGuard | None = None,
+    auth: Callable[[], httpx2.Auth] | None = None,
+) -> Transport:
+    """A server that speaks streamable HTTP. With a `guard` only the addresses that it allows are connected to. `auth`
+    makes what gets tokens for a session."""
 
     @asynccontextmanager
     async def open_streams(_stderr: OutputTail, _on_end: Callable[[], None]) -> AsyncIterator[Any]:
         import httpx2
         from mcp.client.streamable_http import streamable_http_client
 
-        transport = None if guard is None else _guarded_transport(guard)
+        transport, made = None if guard is None else guarded_transport(guard), auth and auth()
         timeout = httpx2.Timeout(30.0, read=None)  # a call's own limit ends it
         async with (
-            httpx2.AsyncClient(headers=dict(headers), timeout=timeout, transport=transport) as client,
+            httpx2.AsyncClient(headers=dict(headers), timeout=timeout, transport=transport, auth=made) as client,
             streamable_http_client(url, http_client=client) as streams,
         ):
             yield streams
@@ -308,7 +363,19 @@ def endpoint(url: str, headers: Mapping[str, str], guard: AddressGuard | None = 
     return open_streams
 
 
-def _guarded_transport(guard: AddressGuard) -> httpx2.AsyncBaseTransport:
+def builtin(make: Callable[..., Any], name: str, options: dict[str, Any], env: Mapping[str, str]) -> Transport:
+    """A server of the library in this process; the library connects to the object itself."""
+
+    def open_server(_stderr: OutputTail, _on_end: Callable[[], None]) -> Any:
+        try:
+            return make(options, env)
+        except ValueError as error:
+            raise InvalidRequest(f"mcp.servers.{name}.options: {error}") from error
+
+    return open_server
+
+
+def guarded_transport(guard: AddressGuard) -> httpx2.AsyncBaseTransport:
     import httpx2
 
     class GuardedTransport(httpx2.AsyncBaseTransport):
@@ -320,7 +387,7 @@ def _guarded_transport(guard: AddressGuard) -> httpx2.AsyncBaseTransport:
         async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
             await self._pin(request)
             response = await self._inner.handle_async_request(request)
-            if response.headers.get("content-type", "").startswith("application/json"):
+            if not response.headers.get("content-type", "").startswith("text/event-stream"):
                 response.stream = LimitedStream(response.stream)
             return response
 
@@ -332,7 +399,7 @@ def _guarded_transport(guard: AddressGuard) -> httpx2.AsyncBaseTransport:
                 address = (await guard.resolve(host))[0]
             except PrivateAddress:
                 raise httpx2.ConnectError(
-                    f"the host {host!r} has a private address; the setting mcp.allow_private permits that"
+                    f"the host {host!r} has a private address; the setting allow_private permits that"
                 ) from None
             except (OSError, UnicodeError) as error:
                 raise httpx2.ConnectError(f"the host {host!r} has no address: {error}") from None
@@ -343,7 +410,7 @@ def _guarded_transport(guard: AddressGuard) -> httpx2.AsyncBaseTransport:
             await self._inner.aclose()
 
     class LimitedStream(httpx2.AsyncByteStream):
-        """The body of a JSON answer, which the library reads whole."""
+        """The body of an answer that is no stream of events: it is read whole."""
 
         def __init__(self, inner: Any) -> None:
             self._inner = inner

@@ -8,13 +8,16 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Mapping
+from functools import partial
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from modelyard.core.errors import Forbidden, InvalidRequest, NotFound
 from modelyard.core.request import ToolServer
-from modelyard.mcp.connection import McpConnection, endpoint, program
+from modelyard.mcp.connection import McpConnection, builtin, endpoint, program
 from modelyard.mcp.settings import McpServerSettings, McpSettings
 from modelyard.outbound import AddressGuard, host_name
+from modelyard.plugins import load
 
 SCHEME = "mcp://"  # how a request names a server of the configuration where its protocol requires a URL
 _MAX_BY_URL = 32
@@ -24,9 +27,20 @@ _OWN_HEADERS = frozenset({"host", "connection", "content-length", "content-type"
 _AddressKey = tuple[str, tuple[tuple[str, str], ...]]
 
 
+class Login(Protocol):
+    """Shows a person the address where they log in, and waits for what the browser brings back (the library's
+    `AuthorizationCodeResult`)."""
+
+    async def show(self, url: str) -> None: ...
+
+    async def wait(self) -> Any: ...
+
+
 class McpServers:
-    def __init__(self, settings: McpSettings, env: Mapping[str, str] = os.environ) -> None:
-        self.settings, self._env = settings, env
+    """`login` is how a person logs in at an authorization server; a gateway has no such person."""
+
+    def __init__(self, settings: McpSettings, env: Mapping[str, str] = os.environ, login: Login | None = None) -> None:
+        self.settings, self._env, self._login = settings, env, login
         self._configured: dict[str, McpConnection] = {}
         self._by_url: dict[_AddressKey, McpConnection] = {}
         self._guard = AddressGuard(settings.allow_urls, allow_private=settings.allow_private)
@@ -118,15 +132,23 @@ class McpServers:
         if server.command is not None:
             env = {variable: self._env[variable] for variable in server.env_from if variable in self._env}
             transport = program(server.command, server.args, env | server.env, server.cwd)
+        elif server.builtin is not None:
+            transport = builtin(load("mcp_servers", server.builtin), name, server.options, self._env)
         else:
             token = self._env.get(server.token_env or "")
             authorization = {"authorization": f"Bearer {token}"} if token else {}
-            transport = endpoint(server.url or "", authorization | server.headers)
+            auth = None
+            if server.oauth is not None:
+                made = load("mcp", "oauth")
+                auth = partial(made, name, server.url or "", server.oauth, self._env, self._login)
+            transport = endpoint(server.url or "", authorization | server.headers, auth=auth)
         return McpConnection(
             name,
             transport,
             timeout_s=server.timeout_s or settings.timeout_s,
             connect_timeout_s=settings.connect_timeout_s,
+            elicitation=server.elicitation,
+            offered=frozenset(kind for kind in ("resources", "prompts") if getattr(server, kind)),
         )
 
     def reconfigure(self, settings: McpSettings) -> None:

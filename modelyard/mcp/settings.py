@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Self
+from typing import Any, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -12,8 +12,43 @@ _HOST = re.compile(r"[\w.*?\[\]:!-]+")
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
+class OAuthSettings(BaseModel):
+    """How the gateway gets a token for `url`. The server says which authorization server issues them."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    grant: Literal["authorization_code", "client_credentials"] = Field(
+        default="authorization_code",
+        description="authorization_code: a person logs in once, with modelyard mcp login NAME. "
+        "client_credentials: the gateway itself, with client_id and client_secret_env.",
+    )
+    client_id: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Client that was registered before, or the https URL of its metadata document; "
+        "unset: the gateway registers itself.",
+    )
+    client_secret_env: str | None = Field(default=None, description="Environment variable with the client's secret.")
+    client_auth: Literal["client_secret_basic", "client_secret_post"] = Field(
+        default="client_secret_basic", description="How the secret is sent to the token endpoint."
+    )
+    issuer: str | None = Field(
+        default=None, description="Authorization server that the client belongs to; no other one gets its secret."
+    )
+    scope: str | None = Field(default=None, description="Scopes, separated by spaces; the server may ask for others.")
+    redirect_port: int = Field(
+        default=8976, ge=1, le=65535, description="Port of this machine on which a login waits for the browser."
+    )
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        if self.grant == "client_credentials" and not (self.client_id and self.client_secret_env and self.issuer):
+            raise ValueError("client_credentials needs client_id, client_secret_env and issuer")
+        return self
+
+
 class McpServerSettings(BaseModel):
-    """One server: a program that is started here (`command`) or a URL."""
+    """One server: a program that is started here (`command`), a URL, or one that is part of the gateway (`builtin`)."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -34,6 +69,18 @@ class McpServerSettings(BaseModel):
     token_env: str | None = Field(
         default=None, description="Environment variable with the token that url gets as authorization: Bearer."
     )
+    oauth: OAuthSettings | None = Field(default=None, description="Tokens by OAuth 2.1, in place of token_env.")
+    elicitation: Literal["decline", "defaults"] = Field(
+        default="decline",
+        description="What a tool gets that asks the user for input: nothing, or the default values of its form. "
+        "Either way the model reads what it asked.",
+    )
+    resources: bool = Field(default=False, description="Offer the model tools that list and read the resources.")
+    prompts: bool = Field(default=False, description="Offer the model tools that list and read the prompts.")
+    builtin: str | None = Field(
+        default=None, description="Server that runs in the gateway: fetch, search, or one of another package."
+    )
+    options: dict[str, Any] = Field(default_factory=dict, description="Settings of builtin.")
     tools: list[str] = Field(
         default_factory=lambda: ["*"], description="Globs of the tools that are offered; the others do not exist here."
     )
@@ -46,13 +93,20 @@ class McpServerSettings(BaseModel):
 
     @model_validator(mode="after")
     def _one_transport(self) -> Self:
-        if (self.command is None) == (self.url is None):
-            raise ValueError("a server needs either command or url")
-        own = {"command": ("args", "env", "env_from", "cwd"), "url": ("headers", "token_env")}
-        used, unused = ("command", "url") if self.command is not None else ("url", "command")
-        for name in own[unused]:
-            if name in self.model_fields_set:
-                raise ValueError(f"{name} belongs to {unused}, and this server has {used}")
+        own = {
+            "command": ("args", "env", "env_from", "cwd"),
+            "url": ("headers", "token_env", "oauth"),
+            "builtin": ("options",),
+        }
+        used = [name for name in own if getattr(self, name) is not None]
+        if len(used) != 1:
+            raise ValueError("a server needs either command, url or builtin")
+        for owner, names in own.items():
+            for name in names if owner != used[0] else ():
+                if name in self.model_fields_set:
+                    raise ValueError(f"{name} belongs to {owner}, and this server has {used[0]}")
+        if self.oauth is not None and self.token_env is not None:
+            raise ValueError("a server has either oauth or token_env")
         if self.url is not None:
             parts = urlsplit(self.url)
             if parts.scheme not in ("http", "https") or not parts.hostname:

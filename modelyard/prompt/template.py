@@ -300,6 +300,8 @@ class ChatTemplate:
 
     def render(self, variables: Mapping[str, Any]) -> str:
         variables = self._with_functions(variables) if self._takes_functions else dict(variables)
+        if "date_string" in self._words:  # else Llama's templates write the day on which they were made
+            variables = {"date_string": self._fixed["strftime_now"]("%d %b %Y"), **variables}
         context = self._template.new_context({**self._fixed, **variables}, shared=True)
         try:
             return _join_limited(self._template.root_render_func(context))

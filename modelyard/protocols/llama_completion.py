@@ -17,19 +17,24 @@ import msgspec
 from msgspec.structs import replace
 
 from modelyard.core import limits
-from modelyard.core.errors import InvalidRequest
+from modelyard.core.errors import InvalidRequest, Unsupported
 from modelyard.core.events import BlockDelta, Reply, TokenLogprob
 from modelyard.core.request import Request, Sampling
-from modelyard.protocols.common.extensions import ExtensionFields, read_constraint, read_priority, read_sampling
+from modelyard.protocols.common.extensions import (
+    ExtensionFields,
+    read_constraint,
+    read_priority,
+    read_sampling,
+    take_biased_texts,
+)
 from modelyard.protocols.common.json import decode, encode
 from modelyard.protocols.common.llama_reply import LlamaStreamWriter, reply_text, selected, write_last
 from modelyard.protocols.common.openai_errors import http_error_writer
 from modelyard.protocols.common.openai_fields import (
     DEFAULT_MODEL,
+    MAX_PROMPTS,
     MIN_LOGPROB,
-    PromptField,
     check_range,
-    read_prompts,
     read_session,
     read_stop,
 )
@@ -48,7 +53,7 @@ _NEVER = -1e9  # the bias of a token that must not be generated
 
 class LlamaCompletionBody(ExtensionFields):
     model: limits.Name | None = None
-    prompt: PromptField | None = None
+    prompt: limits.LlamaPrompts | None = None
     n_predict: int | None = None
     max_tokens: int | None = None
     repeat_penalty: float | None = None
@@ -77,7 +82,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 def read_request(body: bytes, headers: Mapping[str, str]) -> Request:
     """`n_predict` 0 only reads the prompt into the cache, and -1 is no limit."""
     parsed = decode(_decoder, body)
-    prompts = read_prompts(parsed.prompt, "prompt")
+    prompts, mixed = _read_prompts(parsed.prompt)
     limit = parsed.n_predict if parsed.n_predict is not None else parsed.max_tokens
     if limit is not None and limit < -1:
         raise InvalidRequest(f"n_predict must be -1, 0 or more, got {limit}", param="n_predict")
@@ -91,6 +96,8 @@ def read_request(body: bytes, headers: Mapping[str, str]) -> Request:
     return Request(
         model=parsed.model or DEFAULT_MODEL,
         prompts=prompts,
+        mixed_prompts=mixed,
+        biased_texts=_take_biased_texts(parsed),
         sampling=_read_sampling(parsed),
         max_tokens=None if limit in (None, -1) else max(1, limit or 0),
         stop=read_stop(parsed.stop, warnings),
@@ -107,6 +114,52 @@ def read_request(body: bytes, headers: Mapping[str, str]) -> Request:
         dialect=DIALECT,
         warnings=tuple(warnings),
     )
+
+
+def _read_prompts(
+    given: limits.LlamaPrompts | None,
+) -> tuple[tuple[str | tuple[int, ...], ...], tuple[tuple[str | int, ...], ...]]:
+    """The prompts, and those in which texts stand among token ids. A list with an id in it is one prompt."""
+    if given is None or given == []:
+        raise InvalidRequest("prompt is required", param="prompt", code="missing_required_parameter")
+    items: list[Any] = given if isinstance(given, list) and not any(type(each) is int for each in given) else [given]
+    if len(items) > MAX_PROMPTS:
+        raise InvalidRequest(f"prompt has {len(items)} entries; at most {MAX_PROMPTS} are allowed", param="prompt")
+    read = [_read_prompt(each) for each in items]
+    if any(isinstance(each, tuple) and any(isinstance(part, str) for part in each) for each in read):
+        return (), tuple((each,) if isinstance(each, str) else each for each in read)
+    return tuple(read), ()  # type: ignore[arg-type]
+
+
+def _read_prompt(given: limits.LlamaPrompt) -> str | tuple[str | int, ...]:
+    if isinstance(given, dict):
+        if given.get("multimodal_data"):
+            message = "multimodal_data: send images and audio in messages of /v1/chat/completions"
+            raise Unsupported(message, param="prompt")
+        given = given.get("prompt_string")  # type: ignore[assignment]
+    if isinstance(given, str):
+        return given
+    if not isinstance(given, list) or not given:
+        raise InvalidRequest("prompt: send a text, token ids, or an object with prompt_string", param="prompt")
+    for part in given:
+        if isinstance(part, int) and not 0 <= part < 2**31:
+            raise InvalidRequest(f"prompt: {part} is not a token id", param="prompt")
+    return tuple(given)
+
+
+def _take_biased_texts(body: LlamaCompletionBody) -> tuple[tuple[str, float], ...]:
+    """Also from llama-server's pairs of a text and a number, or false: none of its tokens is generated."""
+    if not isinstance(body.logit_bias, list):
+        return take_biased_texts(body)
+    texts = [pair for pair in body.logit_bias if len(pair) == 2 and isinstance(pair[0], str)]
+    body.logit_bias = [pair for pair in body.logit_bias if pair not in texts]
+    return tuple((text, _bias(value)) for text, value in texts)
+
+
+def _bias(value: Any) -> float:
+    if isinstance(value, bool | int | float) and value is not True:
+        return _NEVER if value is False else float(value)
+    raise InvalidRequest("logit_bias must map tokens or texts to numbers", param="logit_bias")
 
 
 def _read_sampling(body: LlamaCompletionBody) -> Sampling:
@@ -127,7 +180,7 @@ def _read_bias(bias: Mapping[str, float] | list[list[Any]]) -> dict[int, float]:
     for pair in bias.items() if isinstance(bias, Mapping) else bias:
         token, value = pair if len(pair) == 2 else (None, None)
         try:
-            found[int(token)] = _NEVER if value is False else float(value)  # type: ignore[arg-type]
+            found[int(token)] = _bias(value)  # type: ignore[arg-type]
         except (TypeError, ValueError):
             message = "logit_bias must map token ids to numbers; /tokenize has the ids of a text"
             raise InvalidRequest(message, param="logit_bias") from None
@@ -150,7 +203,7 @@ def _write_whole(reply: Reply, request: Request, index: int) -> dict[str, Any]:
 
 
 def _write_settings(request: Request, index: int) -> dict[str, Any]:
-    prompt = request.prompts[index // request.n]
+    prompt = (request.prompts or request.mixed_prompts)[index // request.n]
     return {
         "generation_settings": generation_settings(request.sampling)
         | {
@@ -227,4 +280,4 @@ def writer(request: Request, trace: str) -> LlamaStreamWriter:
     return LlamaStreamWriter(request, trace, "prompt", fields.piece, fields.end)
 
 
-write_error = http_error_writer("prompt")
+write_error = http_error_writer("prompt", "exceed_context_size_error")

@@ -41,6 +41,7 @@ from modelyard.protocols.common.extensions import (
     read_constraint,
     read_priority,
     read_sampling,
+    take_biased_texts,
     write_extensions,
 )
 from modelyard.protocols.common.json import decode, encode
@@ -104,7 +105,7 @@ _decoder = msgspec.json.Decoder(CompletionBody)
 def read_request(body: bytes, headers: Mapping[str, str]) -> Request:
     parsed = decode(_decoder, body)
     warnings: list[str] = []
-    prompts = read_prompts(parsed.prompt, "prompt")
+    prompts, biased_texts = read_prompts(parsed.prompt, "prompt"), take_biased_texts(parsed)
     is_stream, echoes = parsed.stream is True, parsed.echo is True and not parsed.suffix
     check_range("logprobs", parsed.logprobs, 0, _MAX_LOGPROBS)
     if not (parsed.max_tokens == 0 and parsed.echo):  # nothing but the prompt: for its log probabilities
@@ -114,6 +115,7 @@ def read_request(body: bytes, headers: Mapping[str, str]) -> Request:
         model=require_model(parsed.model),
         prompts=prompts,
         sampling=read_sampling(parsed, MAX_TEMPERATURE),
+        biased_texts=biased_texts,
         max_tokens=parsed.max_tokens,
         stop=read_stop(parsed.stop, warnings),
         n=n,
@@ -267,7 +269,7 @@ class CompletionStreamWriter:
         if isinstance(event, Finished):
             return self._finish(event, self._choices[choice])
         if isinstance(event, PromptRead):
-            progress = b',"prompt_progress":' + encode(write_progress(event)) + b"}\n\n"
+            progress = b"," + encode(write_progress(event))[1:] + b"\n\n"
             return (self._choices[choice].start + b'""' + self._text_end).removesuffix(b"}\n\n") + progress
         if isinstance(event, Measured):
             self._set_timings(event.usage, event.timings)

@@ -39,6 +39,7 @@ DEFAULT_WINDOW = 4096
 LATEST = ":latest"
 Reason = Literal["id", "alias", "cache", "route", "default", "unnamed"]  # why a model answers to a name
 DEFAULT_TYPE = "f16"
+DEFAULT_REPEATED_TOKENS = 512
 DEFAULT_SAMPLING = Sampling(temperature=0.7, top_p=0.9)
 
 
@@ -67,6 +68,7 @@ class ModelEntry(Struct, frozen=True, kw_only=True):
     caches: Mapping[str, CacheEntry]  # the first is its default
     sampling: Sampling = Sampling()  # its own over the general defaults, without the built-in ones
     max_tokens: int | None = None
+    max_repeated_tokens: int = DEFAULT_REPEATED_TOKENS  # 0: no limit
     stop: tuple[str, ...] = ()
     has_window: bool = True  # the settings set its window; the default says nothing about a remote model
 
@@ -138,9 +140,15 @@ def model_entry(
         caches=configured or {name: _default_cache(name, model)},
         sampling=model.decoding.sampling().over(general.sampling()),
         max_tokens=model.decoding.max_tokens or general.max_tokens,
+        max_repeated_tokens=_repeated_tokens(model.decoding, general),
         stop=tuple(model.decoding.stop or general.stop),
         has_window=bool(configured) or model.n_ctx is not None,
     )
+
+
+def _repeated_tokens(own: DecodingSettings, general: DecodingSettings) -> int:
+    given = (each.max_repeated_tokens for each in (own, general))
+    return next((value for value in given if value is not None), DEFAULT_REPEATED_TOKENS)
 
 
 def _cache_entry(name: str, cache: CacheSettings, model: ModelSettings) -> CacheEntry:
@@ -200,6 +208,7 @@ class Target(Struct, frozen=True):
     mcp: tuple[str, ...] = ()  # servers whose tools the model is offered
     fallbacks: tuple[Target, ...] = ()  # tried in this order if this one cannot answer
     fallback_wait_s: float | None = None  # until the next one is tried
+    auto_compact: bool = False  # the oldest turns are summarised where the conversation does not fit
     why: Reason = "id"
 
     @property
@@ -360,6 +369,7 @@ def build_router(
     def compiled(number: int, route: RouteSettings) -> Route:
         setting = f"routes[{number}]"
         common = {"allow_remote": route.allow_remote, "route": tuple(route.match), "mcp": tuple(route.mcp)}
+        common["auto_compact"] = route.auto_compact
         target = find(route.model, route.cache, setting, "route", **common)
         if route.fallback:
             others = tuple(find(name, None, f"{setting}.fallback", "route", **common) for name in route.fallback)

@@ -129,11 +129,17 @@ class DecodingSettings(BaseModel):
     max_tokens: int | None = Field(
         default=None, ge=1, description="Output limit if the client sets none; unset means the rest of the window."
     )
+    max_repeated_tokens: int | None = Field(
+        default=None,
+        ge=0,
+        description="End an answer that repeats itself: the same pattern of up to 512 tokens, five times and for this "
+        "many tokens; 0 turns it off, unset means 512. A DRY penalty comes first, if the engine has one.",
+    )
     stop: OneOrMore = Field(default_factory=list, description="Stop strings, in addition to those of the client.")
 
     def sampling(self) -> Sampling:
         values = {name: value for name in _PARAMETERS if (value := getattr(self, name)) is not None}
-        if breakers := values.get("dry_sequence_breakers"):
+        if (breakers := values.get("dry_sequence_breakers")) is not None:
             values["dry_sequence_breakers"] = tuple(breakers)
         if samplers := values.get("samplers"):
             values["samplers"] = tuple(samplers)
@@ -187,6 +193,11 @@ class RouteSettings(BaseModel):
         default_factory=list,
         description="MCP servers (of mcp.servers) whose tools the model is offered in every request of this route. The "
         "gateway calls them; clients that do not know MCP see only the answer.",
+    )
+    auto_compact: bool = Field(
+        default=False,
+        description="Where a conversation nearly fills the window, let the model summarize its oldest turns, in place "
+        "of an error. The newest turns stay as they are; the response header x-modelyard-compacted says what was done.",
     )
 
     @model_validator(mode="after")

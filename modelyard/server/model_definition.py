@@ -16,7 +16,7 @@ from modelyard import plugins
 from modelyard.config.library_models import LibraryModel, recommended_sampling
 from modelyard.config.settings import engine_options
 from modelyard.core.engine import Capabilities, EnginePlugin, Media
-from modelyard.core.errors import InvalidRequest, ModelyardError
+from modelyard.core.errors import InvalidRequest, ModelyardError, Unavailable
 from modelyard.core.request import DEFAULT_SAMPLING, Message, Request, Sampling, Text
 from modelyard.gateway.model import THINKING_MODES, UNKNOWN_ENGINE, VERBATIM, Model, TextPipeline
 from modelyard.prompt.media import image_placeholder
@@ -35,8 +35,10 @@ from modelyard.workers.interpreter import interpreter_path
 def define_model(entry: ModelEntry) -> Model:
     settings, notes = entry.settings, _cache_notes(entry)
     try:
+        if settings.backend is None:
+            raise Unavailable(f"{entry.name!r} waits for a scheduler that defines it", code="scheduler_lost")
         module = plugins.engine(entry.backend)
-        if settings.python is None:  # another interpreter need not work in this one
+        if settings.python is None and settings.tokenizer_path is None:  # else the engine may work only elsewhere
             module.verify()
         options = engine_options(settings)
         kind = module.kind_of(options)

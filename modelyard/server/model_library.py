@@ -216,10 +216,11 @@ class ModelLibrary:
     async def pull(self, source: str, on_status: OnStatus) -> None:
         """A model of the hub. Only the command line may name files of this machine."""
         reference = hub.parse_reference(source.removesuffix(":latest"))
-        if reference is None:
+        found = models.of_catalogue(source) if reference is None else ModelSource(source, hub=reference)
+        if found is None:
             raise NotFound(
-                f"there is no model {source!r} here, and it is no repository: pull one as hf.co/owner/name or "
-                "hf.co/owner/name:Q4_K_M",
+                f"there is no model {source!r} here, and it is neither in the catalogue nor a repository: pull one as "
+                f"hf.co/owner/name or hf.co/owner/name:Q4_K_M{models.did_you_mean(source, [])}",
                 code="unknown_model",
                 param="model",
             )
@@ -227,7 +228,6 @@ class ModelLibrary:
         progress = _StatusReporter(on_status)
 
         def work() -> LibraryEntry:
-            found = ModelSource(source, hub=reference)
             return models.pull(found, progress=progress, budget=machine_budget(), update=True)
 
         entry = await asyncio.to_thread(work)

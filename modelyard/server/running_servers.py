@@ -1,7 +1,7 @@
-"""The servers that this user runs on this machine, and those that run as long as a command needs them.
+"""The servers that this user runs on this machine, and those that commands start in the background.
 
-Each leaves a note in a private folder, so that the command line can find and stop it. An agent and `modelyard run` may
-start one of their own (`TemporaryServer`).
+Each leaves a note in a private folder, so that the command line can find and stop it. `modelyard start`, `run` and
+`launch` start one where none runs (`BackgroundServer`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
@@ -23,6 +25,7 @@ import psutil
 from msgspec import Struct
 
 from modelyard.core.errors import ModelyardError, Unavailable
+from modelyard.core.units import format_duration
 from modelyard.library.cache_dir import cache_dir, run_dir
 from modelyard.processes.parent_death import die_with_parent
 from modelyard.server.client import is_local
@@ -36,18 +39,20 @@ NOTE_VARIABLE = "MODELYARD_WORKER_NOTE"  # the file of a server, for its gateway
 TEMPORARY_VARIABLE = "MODELYARD_TEMPORARY_SERVER"
 _PATTERN = "server-*.json"
 _WILDCARD = ("0.0.0.0", "::", "")
+_POLL_S = 0.1
 
 
 class RunningServer(Struct, frozen=True, kw_only=True):
     """`created` is the start time of the process: with it, a process that reuses the id is not mistaken for it. A
-    `temporary` server ends with the command that started it. `drain_s` is how long it lets its requests finish."""
+    server with `keep_alive_s` was started by a command and ends after that time without a request. `drain_s` is how
+    long it lets its requests finish."""
 
     pid: int
     created: float
     host: str
     port: int
     tls: bool = False
-    temporary: bool = False
+    keep_alive_s: float | None = None
     drain_s: float = 0.0
     token: str = ""  # proves to the server that a request comes from its user
 
@@ -82,7 +87,7 @@ def announced(
         host=http.host,
         port=port,
         tls=http.ssl_certfile is not None,
-        temporary=bool(env.get(TEMPORARY_VARIABLE)),
+        keep_alive_s=keep_alive_s(env),
         drain_s=http.drain_s,
         token=token,
     )
@@ -139,6 +144,14 @@ def find_server(url: str, env: Mapping[str, str] = os.environ) -> RunningServer 
     return next((server for server in running_servers(env) if server.url == wanted), None)
 
 
+def stays_notice(keep_alive_s: float | None) -> str:
+    """About a server that a command has started."""
+    how_long = (
+        "until you stop it" if keep_alive_s is None else f"{format_duration(keep_alive_s)} after its last request"
+    )
+    return f"the server stays {how_long}, so that the next command is quick; modelyard stop --server ends it"
+
+
 def stop_server(server: RunningServer, timeout_s: float, *, force: bool = False) -> None:
     """Ask the process to end and wait. It finishes its requests first, unless `force`."""
     process, timeout_s = server.process, timeout_s + server.drain_s
@@ -157,44 +170,59 @@ def stop_server(server: RunningServer, timeout_s: float, *, force: bool = False)
         raise Unavailable(f"process {server.pid} belongs to another user") from None
 
 
-# --- a server for one command -----------------------------------------------------------------------------------------
+# --- servers that commands start --------------------------------------------------------------------------------------
 
 _STOP_TIMEOUT_S = 30.0
+KEEP_ALIVE_S = 600.0  # how long a server that a command has started waits for the next one
+_TOUCHES = 3  # in the time of `keep_alive_s`, by a command that still runs
 
 
 def log_path(env: Mapping[str, str]) -> Path:
     return cache_dir(env) / "launch" / "server.log"
 
 
-class TemporaryServer:
-    """A context manager that runs `modelyard serve` at `url` until the block ends, or this process dies."""
+def keep_alive_s(env: Mapping[str, str] = os.environ) -> float | None:
+    """How long this server waits without a request before it ends. None: it was not started by a command for itself."""
+    return float(env[TEMPORARY_VARIABLE]) if env.get(TEMPORARY_VARIABLE) else None
 
-    def __init__(self, url: str, config: Path | None, log: Path, env: Mapping[str, str]) -> None:
+
+class BackgroundServer:
+    """A context manager that runs `modelyard serve` at `url` in the background. Once it was `ready`, it goes on after
+    the block: until `keep_alive_s` have passed without a request, or for good (None). With 0 it ends with the block, or
+    when this process dies."""
+
+    def __init__(
+        self, url: str, config: Path | None, env: Mapping[str, str], keep_alive_s: float | None = KEEP_ALIVE_S
+    ) -> None:
         if not is_local(url):
             raise Unavailable(f"no server answers at {url}, and a server can be started only on this machine")
         address = urlsplit(url)
         self._host, self._port = address.hostname or "127.0.0.1", address.port or 8000
-        self._config, self._log, self._env = config, log, env
+        self._config, self._env, self._keep_alive_s = config, env, keep_alive_s
+        self.log, self.ready = log_path(env), False
         self._process: subprocess.Popen[bytes]
 
     def __enter__(self) -> Self:
         config = ("--config", str(self._config)) if self._config else ()
-        self._log.parent.mkdir(parents=True, exist_ok=True)
+        self.log.parent.mkdir(parents=True, exist_ok=True)
         address = ("--host", self._host, "--port", str(self._port))  # of this machine, whatever the file says
         argv = [sys.executable, "-m", "modelyard", "serve", *address, *config]
-        with self._log.open("w") as log:
-            # In its own session, so that Ctrl-C in the terminal does not reach it.
+        limit = {} if self._keep_alive_s is None else {TEMPORARY_VARIABLE: str(self._keep_alive_s)}
+        with self.log.open("w") as log:
+            # In its own session, so that neither Ctrl-C in the terminal nor its end reaches it.
             self._process = subprocess.Popen(  # noqa: S603  our own program
-                die_with_parent(argv, group=True),
+                argv if self._keep_alive_s != 0 else die_with_parent(argv, group=True),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env={**self._env, TEMPORARY_VARIABLE: "1"},
+                env={**self._env, **limit},
                 start_new_session=True,
             )
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self.ready and self._keep_alive_s != 0:
+            return
         self._process.terminate()
         try:
             self._process.wait(_STOP_TIMEOUT_S)
@@ -202,8 +230,34 @@ class TemporaryServer:
             self._process.kill()
             self._process.wait()
 
+    def wait_until(self, is_running: Callable[[], bool]) -> None:
+        """Until it answers. Raises with the last line of the log if the process has exited."""
+        while not is_running():
+            self.check_alive()
+            time.sleep(_POLL_S)
+        self.ready = True
+
     def check_alive(self) -> None:
-        """Raise with the last line of the log if the process has exited."""
         if self._process.poll() is not None:
-            last = "".join(self._log.read_text(errors="replace").strip().splitlines()[-1:])
-            raise Unavailable(f"the server exited before it was ready ({self._log}): {last or 'its log is empty'}")
+            last = "".join(self.log.read_text(errors="replace").strip().splitlines()[-1:])
+            raise Unavailable(f"the server exited before it was ready ({self.log}): {last or 'its log is empty'}")
+
+
+@contextmanager
+def kept_alive(server: RunningServer | None, touch: Callable[[], object]) -> Iterator[None]:
+    """A server that ends when nobody asks it for long is asked now and then, for as long as the block runs."""
+    if server is None or not server.keep_alive_s:
+        yield
+        return
+    ended, pause_s = threading.Event(), server.keep_alive_s / _TOUCHES
+
+    def keep() -> None:
+        while not ended.wait(pause_s):
+            with contextlib.suppress(ModelyardError):  # it was stopped by hand: the command's next request says so
+                touch()
+
+    threading.Thread(target=keep, daemon=True, name="keep-server-alive").start()
+    try:
+        yield
+    finally:
+        ended.set()

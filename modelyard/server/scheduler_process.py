@@ -22,6 +22,8 @@ from modelyard.server.app import key_limits, make_scheduler
 from modelyard.server.can_run import unrunnable_models
 from modelyard.server.config_watcher import watch_library
 from modelyard.server.engine_factory import configure_pool, prepare_engines
+from modelyard.server.scheduler_models import describe_models
+from modelyard.server.split_pool import runs_in_gateways
 from modelyard.store import open_store
 from modelyard.telemetry import log
 from modelyard.workers.definitions import define, not_defined
@@ -46,7 +48,7 @@ class SchedulerProcess:
         workers = config.workers
         self._keys, self._heartbeat = workers.cluster_keys(), workers.heartbeat()
         folder = workers_folder(endpoint, run_dir(env))
-        self._cluster = workers.ray_cluster()
+        self._cluster = workers.make_cluster()
         self.workers = WorkerPool(
             folder,
             keys=self._keys,
@@ -66,9 +68,9 @@ class SchedulerProcess:
         if self._cluster is not None:
             await self._cluster.open()
         found = await self.workers.find_running()
-        configure_pool(self.scheduler, self._config, {}, await self._unrunnable(self._config))
-        for name, model in self._config.models.items():
-            if model.enabled:
+        await self._configure(self._config)
+        for name in self.scheduler.status():
+            if self._config.models[name].enabled:
                 self.scheduler.preload(name)
         await self._wait_for_adopted(found)
         self.server = SchedulerServer(
@@ -79,6 +81,7 @@ class SchedulerProcess:
             self.reload,
             objects=self._objects,
             limits=key_limits(self._config.keys),
+            describe_models=lambda: describe_models(self._config),
             keys=self._keys,
             heartbeat=self._heartbeat,
         )
@@ -99,8 +102,11 @@ class SchedulerProcess:
 
     async def reload(self) -> None:
         loaded = await asyncio.to_thread(reread_config, self._reread, self._config)
-        configure_pool(self.scheduler, loaded.config, {}, await self._unrunnable(loaded.config))
+        await self._configure(loaded.config)
         self._config = loaded.config
+
+    async def _configure(self, config: Config) -> None:
+        configure_pool(self.scheduler, config, {}, await self._unrunnable(config), runs_in_gateways)
 
     async def _unrunnable(self, config: Config) -> Collection[str]:
         """With `serve --workers` engines run on this machine; other workers have files and GPUs of their own."""

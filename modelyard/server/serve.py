@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from modelyard import plugins
 from modelyard.accounts.owner import OwnerProof
@@ -26,15 +26,26 @@ from modelyard.config.sources import config_files
 from modelyard.core.errors import ModelyardError
 from modelyard.http import server as front
 from modelyard.http.auth import check_bind
+from modelyard.http.settings import HttpSettings
 from modelyard.library import default_model, models
 from modelyard.library.progress import ProgressReporter
-from modelyard.processes.ports import listen, reserve_port
+from modelyard.processes.ports import PortUnusable, listen, reserve_port
 from modelyard.processes.supervisor import INDEX_VARIABLE, RestartPolicy, private_folder, run_supervised
+from modelyard.server import split_pool
 from modelyard.server.admin_service import ConfigLoader
-from modelyard.server.app import compose, key_limits, make_accounts
+from modelyard.server.app import ServerApp, compose, key_limits, make_accounts, make_scheduler
 from modelyard.server.config_watcher import on_hangup, watch, watch_library
 from modelyard.server.engine_factory import prepare_engines
-from modelyard.server.running_servers import NOTE_VARIABLE, announced, announced_token
+from modelyard.server.running_servers import (
+    NOTE_VARIABLE,
+    announced,
+    announced_token,
+    find_server,
+    keep_alive_s,
+    server_url,
+)
+from modelyard.server.scheduler_models import with_scheduler_models
+from modelyard.server.split_pool import SplitPool
 from modelyard.telemetry import log
 from modelyard.telemetry.masking import add_secrets
 from modelyard.telemetry.shared_metrics import last_written
@@ -43,6 +54,7 @@ from modelyard.workers.remote_pool import RemotePool
 from modelyard.workers.transport import scheduler_address
 from modelyard.workers.worker_process import PARENT_VARIABLE
 
+_UNUSED_POLL_S = 5.0
 _SCHEDULER_WAIT_S = 10.0  # then the gateway starts without the scheduler and reports itself unhealthy
 
 
@@ -53,6 +65,7 @@ def serve(config: Config, path: Path | None, http: Mapping[str, Any], debug: boo
     """
     log.setup(config.log)
     check_bind(config.http, make_accounts(config).ring.keys)
+    _check_port(config.http)
     scheduler = scheduler or config.scheduler.endpoint or None
     scheduler = None if scheduler is None else scheduler_address(scheduler)
     if scheduler is None:  # else engines and weights are where the scheduler's workers are
@@ -61,20 +74,56 @@ def serve(config: Config, path: Path | None, http: Mapping[str, Any], debug: boo
     if split and INDEX_VARIABLE not in os.environ:
         return _serve_supervised(config, path, http, debug, scheduler)
     with asyncio.Runner(loop_factory=front.loop_factory()) as runner:
-        reload = ConfigSources(path, overrides=_overrides(http, debug), library=read_library_models)
+        overrides = _overrides(http, debug) | {"scheduler": {"endpoint": scheduler}}
+        reload = ConfigSources(path, overrides=overrides, library=read_library_models)
         return runner.run(_serve_one(config, reload, path, scheduler))
 
 
+def _check_port(http: HttpSettings) -> None:
+    """A second server says at once that the first one is there. Another program is noticed when this one listens."""
+    other = find_server(server_url(http.host, http.port, http.ssl_certfile is not None))
+    if other is not None and INDEX_VARIABLE not in os.environ:
+        raise PortUnusable(
+            f"Modelyard runs already at {other.url} (process {other.pid}): use that server, stop it with modelyard "
+            "stop --server, or choose another port with --port"
+        )
+
+
 def create_app() -> ASGIApp:
-    """The server as an app, for `uvicorn modelyard.server.serve:create_app --factory`: one process, with the files that
-    `modelyard serve` finds. Address, TLS and the limits of connections are uvicorn's. It does not
-    know its address, so no file has its token: only a key can have the role owner."""
+    """The server as an app, for `uvicorn modelyard.app:create_app --factory`: one process, with the files that
+    `modelyard serve` finds; with `scheduler.endpoint` it is a gateway of that scheduler. Address, TLS and the limits of
+    connections are uvicorn's. It does not know its address, so no file has its token: only a key can have the role
+    owner."""
     reload = ConfigSources(library=read_library_models)
     config = reload().config
     log.setup(config.log)
     check_bind(config.http, make_accounts(config).ring.keys)
+    if config.scheduler.endpoint:
+        return _gateway_app(config, reload, scheduler_address(config.scheduler.endpoint))
     prepare(config)
     return compose(config, load_config=reload).app
+
+
+def _gateway_app(config: Config, reload: ConfigSources, scheduler: str) -> ASGIApp:
+    """It joins its scheduler when it starts: a factory is called before, perhaps without an event loop."""
+    app: ASGIApp | None = None
+
+    async def gateway(scope: Scope, receive: Receive, send: Send) -> None:
+        nonlocal app
+        if app is None:
+            try:
+                joined, pool = await _join(config, scheduler)
+            except ModelyardError as error:
+                await receive()
+                await send({"type": "lifespan.startup.failed", "message": error.message})
+                return
+            built = compose(joined, load_config=reload, pool=pool)
+            if pool is not None:
+                follow(pool, built)
+            app = built.app
+        await app(scope, receive, send)
+
+    return gateway
 
 
 def _overrides(http: Mapping[str, Any], debug: bool) -> dict[str, Any]:
@@ -102,17 +151,14 @@ def _pull(source: str, progress: ProgressReporter) -> None:
 
 
 async def _serve_one(config: Config, load: ConfigLoader, path: Path | None, scheduler: str | None = None) -> int:
-    pool = None if scheduler is None else gateway_pool(config, scheduler)
-    if pool is not None:
-        await pool.wait_ready(_SCHEDULER_WAIT_S)
+    config, pool = await _join(config, scheduler)
     owner = OwnerProof(announced_token())
     add_secrets([owner.token])
     built = compose(
         config, load_config=load, pool=pool, on_ready=lambda: _announce(config, listener, owner), owner=owner
     )
     if pool is not None:
-        pool.on_config_change, pool.on_new_engine = built.admin.follow, built.admin.fetch_tokenizer
-        built.admin.fetch_tokenizers()
+        follow(pool, built)
     server = front.make_server(built.app, config.http, built)
     # A single process does not share its port: with SO_REUSEPORT a second server would take half of the requests.
     is_alone = INDEX_VARIABLE not in os.environ
@@ -123,11 +169,42 @@ async def _serve_one(config: Config, load: ConfigLoader, path: Path | None, sche
         if config.library and pool is None:  # a scheduler in another process tells us
             reload = built.admin.reload_library if is_alone else partial(built.admin.reload_library, has_peers=True)
             watching.append(asyncio.create_task(watch_library(reload)))
+        if (limit_s := keep_alive_s()) is not None and limit_s > 0:
+            watching.append(asyncio.create_task(_end_when_unused(server, built, limit_s)))
         await server.serve(sockets=[listener, *second_listener(config, shared=not is_alone)])
         for task in watching:
             task.cancel()
         await asyncio.gather(*watching, return_exceptions=True)
     return 0 if server.started else 1
+
+
+async def _end_when_unused(server: front.Server, built: ServerApp, limit_s: float) -> None:
+    """A server that a command has started for itself ends when nobody has used it for a while. An open page of the
+    workbench uses it."""
+    requests, used = -1, 0.0
+    while not server.should_exit:
+        state, now = server.server_state, time.monotonic()
+        if built.is_busy() or state.connections or state.total_requests != requests:
+            requests, used = state.total_requests, now
+        elif now - used > limit_s:
+            logging.getLogger("modelyard").info("nobody has used this server for %g s: it ends", limit_s)
+            server.should_exit = True
+        await asyncio.sleep(min(limit_s / 4, _UNUSED_POLL_S))
+
+
+async def _join(config: Config, scheduler: str | None) -> tuple[Config, RemotePool | None]:
+    """The scheduler in another process, and the configuration with the models that only it defines."""
+    if scheduler is None:
+        return config, None
+    pool = gateway_pool(config, scheduler)
+    await pool.wait_ready(_SCHEDULER_WAIT_S)
+    return await with_scheduler_models(config, pool), pool
+
+
+def follow(pool: RemotePool, built: ServerApp) -> None:
+    """Take over what changes in the scheduler from here on."""
+    pool.on_config_change, pool.on_new_engine = built.admin.follow, built.admin.fetch_tokenizer
+    built.admin.fetch_tokenizers()
 
 
 def second_listener(config: Config, *, shared: bool) -> list[socket.socket]:
@@ -145,7 +222,8 @@ def gateway_pool(config: Config, endpoint: str) -> RemotePool:
     workers = config.workers
     name = f"gateway-{os.getpid()}-{uuid4().hex[:8]}"
     timeout_s = config.scheduler.timeout_ms / 1000
-    return RemotePool(endpoint, name, keys=workers.cluster_keys(), heartbeat=workers.heartbeat(), timeout_s=timeout_s)
+    make = partial(SplitPool, make_scheduler(config, os.environ)) if split_pool.VARIABLE in os.environ else RemotePool
+    return make(endpoint, name, keys=workers.cluster_keys(), heartbeat=workers.heartbeat(), timeout_s=timeout_s)
 
 
 def _announce(config: Config, listener: socket.socket, owner: OwnerProof) -> None:
@@ -176,6 +254,8 @@ def _serve_supervised(
             scheduler = f"ipc://{folder / 'scheduler'}"
             beside.append([sys.executable, "-m", "modelyard", "scheduler", "--listen", scheduler, *_file(path)])
             os.environ[PARENT_VARIABLE] = str(os.getpid())
+            if not (key_limits(make_accounts(config).ring.keys) or config.workers.cluster):
+                os.environ[split_pool.VARIABLE] = "1"
         if scheduler is not None:
             argv += ["--scheduler", scheduler]
         elif config.store.backend == "memory":  # a conversation may continue in another process

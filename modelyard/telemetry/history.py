@@ -27,6 +27,7 @@ class ToolRun(Struct, frozen=True, gc=False):
     status: str
     seconds: float = 0.0
     chars: int = 0  # of its result
+    at: float = 0.0  # unix time of its end
 
 
 class SkippedModel(Struct, frozen=True, gc=False):
@@ -57,6 +58,9 @@ class RequestRecord(Struct, frozen=True, kw_only=True, gc=False):
     cost: float = 0.0  # by the model's prices
     skipped: tuple[SkippedModel, ...] = ()  # models of the route that were tried before
     calls: tuple[ToolRun, ...] = ()  # of MCP servers' tools
+
+
+_NEWEST = 64  # records among which those of a request that ends now are looked for
 
 
 class HistoryInterval(Struct):
@@ -103,6 +107,10 @@ class History:
     def find(self, trace: str) -> list[RequestRecord]:
         """The records of all choices of a request."""
         return [record for record in self._records if record.trace == trace]
+
+    def ended(self, trace: str) -> list[RequestRecord]:
+        """The records of a request that ends now: it is among the newest."""
+        return [record for record in self.recent(_NEWEST) if record.trace == trace]
 
     def recent(self, limit: int) -> Iterator[RequestRecord]:
         """Newest first."""

@@ -11,6 +11,7 @@ import logging
 import sys
 import time
 from collections import deque
+from collections.abc import Sequence
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -21,6 +22,7 @@ import msgspec
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from modelyard.core.events import CacheReuse
+from modelyard.telemetry.history import RequestRecord
 from modelyard.telemetry.masking import mask_secret_values, mask_secrets
 
 
@@ -181,9 +183,18 @@ def log_event(
 
 
 def log_request(
-    level: int, method: str, path: str, status: int, seconds: float, key: str, reuse: CacheReuse | None = None
+    level: int,
+    method: str,
+    path: str,
+    status: int,
+    seconds: float,
+    key: str,
+    reuse: CacheReuse | None = None,
+    error: str = "",
+    records: Sequence[RequestRecord] = (),
 ) -> None:
-    """Log one answered HTTP request. The first uncached token and message are logged only for a real cache miss."""
+    """Log one answered HTTP request; `records` are those of its generations. The first uncached token and message are
+    logged only for a real cache miss."""
     if not request_logger.isEnabledFor(level):
         return
     fields: dict[str, Any] = {
@@ -193,6 +204,16 @@ def log_request(
         "ms": round(seconds * 1e5) / 100,
         "key": key,
     }
+    if records:
+        first, output = records[0], sum(record.usage.output for record in records)
+        fields |= {"model": first.model, "input_tokens": first.usage.prompt, "output_tokens": output}
+        if first.timings.first_token is not None:
+            fields["first_token_ms"] = round(first.timings.first_token * 1000, 1)
+        if first.timings.decode and first.usage.output > 1:
+            fields["tokens_per_s"] = round((first.usage.output - 1) / first.timings.decode, 1)
+        fields["finish_reason"] = first.status
+    if error:
+        fields["error"] = error
     if reuse is not None:
         fields |= {"reused": reuse.reused, "evaluated": reuse.evaluated, "cause": reuse.cause}
         if reuse.message is not None:

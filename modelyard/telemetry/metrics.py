@@ -104,7 +104,7 @@ _ALL = (
     _counter("output_tokens_total", "Output tokens, including reasoning", "model"),
     _counter("reasoning_tokens_total", "Output tokens spent on reasoning", "model"),
     _counter("usage_requests_total", "Requests by API key; those that failed or were cancelled, too", "key", "model"),
-    _counter("usage_failed_total", "Requests by API key that failed or were cancelled", "key", "model"),
+    _counter("usage_failed_total", "Requests by API key that failed; cancelled ones did not", "key", "model"),
     _counter(
         "usage_tokens_total", "Tokens by API key; cached: part of prompt, reasoning: of output", "key", "model", "kind"
     ),
@@ -113,6 +113,7 @@ _ALL = (
     _histogram("request_cached_tokens", "Cached prompt tokens of a request", "model", _TOKENS),
     _histogram("request_output_tokens", "Output tokens of one response", "model", _TOKENS),
     _counter("finish_reasons_total", "Responses by finish reason", "reason"),
+    _counter("repetitions_total", "Outputs that repeated themselves, by what was done", "model", "action"),
     _counter("errors_total", "Failed requests by error code", "code"),
     _counter("cache_requests_total", "Prompts by the reason why their cache held no more of them", "cache", "cause"),
     _counter("evaluated_tokens_total", "Prompt tokens evaluated, by the reason of the cache miss", "cache", "cause"),
@@ -323,6 +324,7 @@ class Metrics:
         self._cached_tokens = _Histogram("request_cached_tokens", snapshot)
         self._output_tokens = _Histogram("request_output_tokens", snapshot)
         self._finish_reasons = _Counter("finish_reasons_total", snapshot)
+        self.repetitions = _Counter("repetitions_total", snapshot)
         self.errors = _Counter("errors_total", snapshot)
         self.warnings = _Counter("request_warnings_total", snapshot)  # their kinds come from us, not from clients
         self.joined = _Counter("joined_requests_total", snapshot)

@@ -47,7 +47,7 @@ from modelyard.core.events import Event
 from modelyard.core.pool import LeaseRequest, ModelStateChange, ModelStatus
 from modelyard.core.request import EmbeddingRequest, Request, RerankRequest
 
-VERSION = 8
+VERSION = 9
 
 # --- the wire form of errors ----------------------------------------------------------------------------------------
 
@@ -415,7 +415,7 @@ class PoolCommand(ToScheduler, frozen=True, tag="command"):
     `LogHistory.read` selects the scheduler's own newest log lines by."""
 
     id: int
-    verb: Literal["load", "unload", "drain", "scale", "cancel", "reload", "limits", "snapshot", "log"]
+    verb: Literal["load", "unload", "drain", "scale", "cancel", "reload", "limits", "snapshot", "log", "models"]
     model: str = ""
     argument: bytes = b"null"
 

@@ -33,6 +33,7 @@ from modelyard.core.pool import (
     PoolSnapshot,
     RequestSnapshot,
     RevocableLease,
+    Ticket,
 )
 from modelyard.telemetry.broadcast import ModelChangeBroadcast
 from modelyard.workers import messages as msg
@@ -191,6 +192,7 @@ class RemotePool:
             await asyncio.wait({waiting}, timeout=seconds)
         finally:
             waiting.cancel()
+            self._answered.set()  # a first state that comes later is a change
         if self._refusal is not None:
             raise self._refusal
 
@@ -290,7 +292,7 @@ class RemotePool:
 
     # --- leases -----------------------------------------------------------------------------------------------------
 
-    def request(self, request: LeaseRequest) -> RemoteLease:
+    def request(self, request: LeaseRequest) -> Ticket:
         if self._closing is not None:
             raise _shutting_down()
         if self._is_unreachable():
@@ -349,7 +351,7 @@ class RemotePool:
     # --- state ------------------------------------------------------------------------------------------------------
 
     def _on_state(self, state: msg.PoolState) -> None:
-        old_version, self.state = self.state.config_version, state
+        old, self.state = self.state, state
         locations = {location.engine: location for location in state.engines}
         self._engines_by_model = {
             model: [location.engine for location in state.engines if location.model == model] for model in state.models
@@ -366,7 +368,8 @@ class RemotePool:
             if endpoint not in used and (session.is_lost or session.is_idle):  # requests may still run there
                 del self._sessions[endpoint]
                 self._spawn(session.close())
-        if self._answered.is_set() and old_version != state.config_version and self.on_config_change is not None:
+        changed = old.config_version != state.config_version or old.models.keys() != state.models.keys()
+        if self._answered.is_set() and changed and self.on_config_change is not None:
             self.on_config_change(state.config_version)
         self._answered.set()
 
@@ -428,6 +431,10 @@ class RemotePool:
         query = msgspec.json.encode((since, level, request, limit))
         lines = await self.call(lambda id: msg.PoolCommand(id, "log", argument=query))
         return msgspec.msgpack.decode(lines or b"", type=list[dict[str, Any]])
+
+    async def definitions(self) -> bytes:
+        """The scheduler's models as its configuration defines them, for `scheduler_models`."""
+        return await self.call(lambda id: msg.PoolCommand(id, "models")) or b""
 
     def subscribe(self) -> AsyncIterator[ModelStateChange]:
         return self._changes.subscribe()

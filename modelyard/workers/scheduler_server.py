@@ -68,11 +68,12 @@ class SchedulerServer(PeerServer[SchedulerPeer]):
         *,
         objects: ObjectStore | None = None,
         limits: Mapping[str, KeyLimits] | None = None,
+        describe_models: Callable[[], bytes] = bytes,
         keys: ClusterKeys | None = None,
         heartbeat: HeartbeatConfig = HeartbeatConfig(),
     ) -> None:
         self._backend, self._workers, self._store, self._reload = backend, workers, store, reload
-        self._objects = objects
+        self._objects, self._describe_models = objects, describe_models
         self.config_version = 0
         self._leases: dict[str, dict[int, Ticket]] = {}  # by the gateway's name and its ticket number
         # Leases of a previous scheduler that cannot be counted yet, because their engine is not ready here.
@@ -325,6 +326,8 @@ class SchedulerServer(PeerServer[SchedulerPeer]):
         match command.verb:
             case "snapshot":
                 return msgspec.msgpack.encode((pool.snapshot(), pool.requests()))
+            case "models":
+                return self._describe_models()
             case "log":
                 return msgspec.msgpack.encode(recent_records.read(*argument))
             case "reload":
@@ -373,6 +376,8 @@ async def run_store_operation(store: Any, operation: msg.StoreOperation) -> byte
     except UnicodeDecodeError:
         raise InvalidRequest("a scope or key of the store is not UTF-8") from None
     lifetime = {} if operation.store == "responses" else {"ttl_s": operation.ttl_s}
+    if operation.verb == "page" and operation.store == "responses":
+        raise InvalidRequest("stored responses have no pages")
     match operation.verb:
         case "get":
             found: bytes | None = await store.get(scope, key)

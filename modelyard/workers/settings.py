@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from modelyard import plugins
 from modelyard.workers.transport import ClusterKeys, HeartbeatConfig, own_keys, read_keys
 
 if TYPE_CHECKING:
-    from modelyard.workers.ray import RayCluster
+    from modelyard.workers.worker_pool import Cluster
 
 
 class RayResources(BaseModel):
@@ -64,12 +65,13 @@ class WorkerSettings(BaseModel):
         description="Heartbeats (0.4 s) that a ready worker may miss before it counts as lost.",
     )
 
-    def ray_cluster(self) -> RayCluster | None:
+    def make_cluster(self) -> Cluster | None:
         if not self.cluster:
             return None
-        from modelyard.workers.ray import RayCluster  # it imports the worker: not with the settings
-
-        return RayCluster(self.ray_address, self.ray_resources, self.cluster_keys(), self.heartbeat())
+        made: Cluster = plugins.load("clusters", self.cluster)(
+            self.ray_address, self.ray_resources, self.cluster_keys(), self.heartbeat()
+        )
+        return made
 
     def heartbeat(self) -> HeartbeatConfig:
         return HeartbeatConfig(worker_misses=self.patience)

@@ -16,7 +16,7 @@ import signal
 from asyncio.subprocess import DEVNULL, STDOUT, Process
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal, cast
+from typing import Any, Literal, Protocol, cast
 from uuid import uuid4
 
 from msgspec import Struct
@@ -29,7 +29,6 @@ from modelyard.workers.client import RemoteEngine, WorkerSession, remote_engine,
 from modelyard.workers.definitions import define, message_spec, write_definition
 from modelyard.workers.interpreter import check_interpreter, worker_command, worker_environment
 from modelyard.workers.messages import DropClient, EngineLocation, HostedEngineInfo, OpenEngine, ShutdownWorker
-from modelyard.workers.ray import RayCluster
 from modelyard.workers.transport import ClusterKeys, HeartbeatConfig, is_listening
 
 _START_S = 120.0  # starting Python on a machine that is busy with loading a model
@@ -124,6 +123,27 @@ class WorkerHandle:
                 await asyncio.shield(self.ended)
 
 
+# --- a cluster ------------------------------------------------------------------------------------------------------
+
+
+class Cluster(Protocol):
+    """Places workers on machines: an entry point `modelyard.clusters`, such as `plugins/modelyard_ray`. `actor` is its
+    own handle of a worker."""
+
+    async def open(self) -> None: ...
+
+    async def start(self, definition: EngineSpec) -> tuple[Any, str]:
+        """A worker for this engine: its handle and its endpoint."""
+
+    def give_back(self, actor: Any, *, restart: bool) -> None:
+        """A worker without an engine. With `restart` it hangs, and the next engine like its own may open there."""
+
+    def on_lost(self, actor: Any) -> None:
+        """It died."""
+
+    async def close(self) -> None: ...
+
+
 # --- all workers ----------------------------------------------------------------------------------------------------
 
 
@@ -139,7 +159,7 @@ class WorkerPool:
         heartbeat: HeartbeatConfig = HeartbeatConfig(),
         host: str | None = None,
         launch: bool = True,
-        cluster: RayCluster | None = None,
+        cluster: Cluster | None = None,
     ) -> None:
         self._folder, self._keys, self._heartbeat, self._host = folder, keys, heartbeat, host
         self._launch, self._cluster = launch, cluster
@@ -286,7 +306,7 @@ class WorkerPool:
     def _session(self, endpoint: str) -> WorkerSession:
         return WorkerSession(endpoint, self.name, keys=self._keys, heartbeat=self._heartbeat, wants_log=True)
 
-    async def _start_actor(self, cluster: RayCluster, definition: EngineSpec) -> WorkerHandle:
+    async def _start_actor(self, cluster: Cluster, definition: EngineSpec) -> WorkerHandle:
         actor, endpoint = await cluster.start(definition)
         try:
             worker = await self._connect(endpoint)
@@ -295,7 +315,7 @@ class WorkerPool:
             raise
         if worker is None:
             cluster.give_back(actor, restart=True)
-            raise Unavailable(f"the worker that Ray started at {endpoint} does not answer")
+            raise Unavailable(f"the worker that the cluster started at {endpoint} does not answer")
         worker.release = lambda died: cluster.on_lost(actor) if died else cluster.give_back(actor, restart=False)
         return worker
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from modelyard.core.engine import Engine, EnginePlugin, EngineSpec
 from modelyard.engines.option_faults import OptionFault, try_options
+from modelyard.library.model_files import folder_format
 from modelyard.plugins import MissingLibrary
 from modelyard_ct2.model_folder import estimate as estimate
 from modelyard_ct2.model_folder import find_folder
@@ -61,5 +62,8 @@ ENGINE = EnginePlugin(
     verify=verify,
     estimate=estimate,
     faults=faults,
+    takes_folder=lambda folder: 2 * (folder_format(folder) == "ct2"),
+    title="CTranslate2",
+    distributions=("ctranslate2",),
     tuning=__name__,
 )

@@ -11,10 +11,13 @@ Limits:
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
 from modelyard.core.engine import Engine, EnginePlugin, EngineSpec
+from modelyard.core.errors import ModelyardError
+from modelyard.engines.hf_folder import read_config
 from modelyard.engines.option_faults import OptionFault, try_options
 from modelyard.plugins import MissingLibrary
 from modelyard.telemetry.system import read_gpus
@@ -49,6 +52,13 @@ def tokenizer_path(options: Options) -> Path:
     return find_folder(options.path)
 
 
+def takes_folder(folder: Path) -> int:
+    with suppress(ModelyardError):  # it has no configuration
+        quantization = read_config(folder).get("quantization_config")
+        return 2 * (isinstance(quantization, dict) and quantization.get("quant_method") == "exl3")
+    return 0
+
+
 def faults(spec: EngineSpec) -> Iterator[OptionFault]:
     yield from try_options(("path", find_folder, spec.options.path))
     if not read_gpus():
@@ -66,5 +76,8 @@ ENGINE = EnginePlugin(
     verify=verify,
     estimate=estimate,
     faults=faults,
+    takes_folder=takes_folder,
+    title="ExLlamaV3",
+    distributions=("exllamav3",),
     tuning=__name__,
 )

@@ -282,4 +282,6 @@ ENGINE = EnginePlugin(
     remote=True,
     verify=verify,
     faults=faults,
+    title="LiteLLM",
+    distributions=("litellm",),
 )

@@ -16,7 +16,7 @@ async def test_keys_and_caches_see_nothing_of_each_other() -> None:
 
 
 async def test_the_canary_notices_reuse_of_another_keys_kv(monkeypatch: pytest.MonkeyPatch) -> None:
-    def shared(holder: KvHolder, prompt: TokenIds, adapters: AdapterSet, scope: str) -> int:
+    def shared(holder: KvHolder, prompt: TokenIds, adapters: AdapterSet, scope: str, session: str | None) -> int:
         return sequences.common_prefix(holder.tokens, prompt)
 
     monkeypatch.setattr(sequences, "shared_prefix", shared)

@@ -21,6 +21,7 @@ from bench.engine import (
     read_answer,
     start_streams,
     summarize,
+    summarize_beside,
 )
 from bench.servers import BACKGROUND, LLAMA_SERVER, OURS, Server, llama_cpp_config
 from modelyard.benchmark.http_client import HttpResponse
@@ -95,8 +96,16 @@ def answer(sent: float, *times: float) -> Answer:
 
 def test_a_rate_counts_tokens_while_all_streams_run() -> None:
     early, late = answer(0.0, 1.0, 2.0, 3.0, 4.0), answer(0.0, 2.0, 2.5, 3.0, 3.5, 5.0)
-    assert summarize([early, late], 4.0) == Measured(rate=(2 + 3) / 2, ttft=1.5, cpu_s=4.0)
+    assert summarize([early, late], 4.0) == Measured((2 + 3) / 2, 1.5, 4.0, 1.5, 1.5)
     assert summarize([answer(0.0, 7.0, 8.0, 9.0)], 1.0).rate == 1.0
+
+
+def test_gaps_beside_a_prompt_are_those_while_it_was_read() -> None:
+    stream, read = answer(0.0, 1.0, 2.0, 2.5, 6.5, 7.0, 20.0), answer(2.2, 6.2, 6.3)
+    found = summarize_beside(stream, read, 3.0)
+    assert (found.gap_max, found.ttft, found.cpu_s) == (4.0, 4.0, 3.0)
+    assert found.rate == (32 + 1) / 4.0  # the prompt, and one token of the stream
+    assert summarize_beside(answer(0.0, 1.0, 2.0), read, 3.0).gap_max == 4.0  # it had ended, or said nothing at all
 
 
 def test_streams_depths_and_prompts_are_those_of_the_targets() -> None:

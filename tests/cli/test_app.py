@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import socket
+import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +26,9 @@ from modelyard import __version__
 from modelyard.cli import app, console
 from modelyard.config.load import load_config
 from modelyard.core.errors import Unavailable
+from modelyard.http.settings import HttpSettings
 from modelyard.library import default_model
+from modelyard.server.running_servers import announced
 from modelyard.server.serve import needs_scheduler
 from tests.library.convert.tiny_models import write_model
 from tests.library.files import write_gguf
@@ -250,7 +255,7 @@ def test_models_list_shows_engine_aliases_and_description():
 def test_models_list_marks_the_default_as_not_downloaded():
     shown = " ".join(invoke("models", "list").stdout.split())
     assert "smollm2 llama_cpp at start 94 MiB" in shown
-    assert "not fetched yet; A small model that runs anywhere" in shown
+    assert "not fetched yet; A demo that runs anywhere; for real work: modelyard start" in shown
 
 
 def test_a_table_never_cuts_a_name_and_wraps_only_its_last_column(monkeypatch: pytest.MonkeyPatch):
@@ -353,6 +358,48 @@ def test_serve_on_a_taken_port_is_one_sentence():
     assert shown.stderr.splitlines()[-1] == (
         f"error port {port} on 127.0.0.1 is in use by another program: stop it, or choose another with --port"
     )
+
+
+def test_serve_on_the_port_of_another_modelyard_says_so_before_it_loads_anything(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("modelyard.server.serve.prepare", lambda *_: pytest.fail("it prepared a second server"))
+    settings = HttpSettings(port=18_321)
+    with announced(settings, 18_321):
+        shown = invoke("serve", "--port", "18321", *DEMO)
+    assert shown.exit_code == 2
+    assert f"Modelyard runs already at http://127.0.0.1:18321 (process {os.getpid()})" in shown.stderr
+    assert "modelyard stop --server" in shown.stderr
+
+
+def test_help_shows_types_of_values_and_none_for_flags():
+    for command in ((), ("serve",), ("models", "list"), ("keys", "create"), ("config", "show")):
+        shown = invoke(*command, "--help")
+        assert shown.exit_code == 0
+        assert "<bool>" not in shown.stdout
+    assert "<path>" in invoke("serve", "--help").stdout
+
+
+def test_the_version_needs_no_command_to_be_imported():
+    code = "import sys; sys.argv[1:] = ['--version']; import modelyard.cli as c; c.main(); print('rich' in sys.modules)"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert shown.stdout.split() == [__version__, "False"]
+
+
+def test_check_and_the_lists_of_models_are_also_json():
+    checked = json.loads(invoke("check", "--json", *DEMO).stdout)
+    assert [model["id"] for model in checked["models"]] == ["demo"]
+    assert checked["caches"][0] == {"id": "main", "model": "demo", "window": 8192, "parallel": 8}
+    assert {route["model"] for route in checked["routes"]} == {"demo"}
+    listed = {model["id"]: model for model in json.loads(invoke("models", "list", "--json", *DEMO).stdout)}
+    assert listed["demo"]["caches"][0]["window"] == 8192
+    assert json.loads(invoke("models", "show", "demo", "--json", *DEMO).stdout)["engine"] == "fake"
+
+
+def test_check_as_json_tells_every_error_and_fails(tmp_path: Path):
+    file = tmp_path / "broken.toml"
+    file.write_text(BROKEN)
+    shown = invoke("check", "--json", str(file))
+    assert shown.exit_code == 1
+    assert {"error"} <= {problem["level"] for problem in json.loads(shown.stdout)["problems"]}
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])

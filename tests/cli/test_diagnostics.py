@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import httpx
@@ -9,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from modelyard.cli import app
-from modelyard.cli.diagnostics import COLUMNS, request_rows
+from modelyard.cli.diagnostics import COLUMNS, session_requests
 from modelyard.core.errors import Forbidden, NotFound, Unauthenticated, Unavailable
 from tests.live_server import demo_config, live_server
 
@@ -32,12 +33,16 @@ def test_the_last_requests_of_a_session_are_listed_in_order() -> None:
         send(server.url, "talk-1", "hello")
         send(server.url, "talk-1", "hello", system="It is Monday. " + SYSTEM_PROMPT)
         send(server.url, "talk-2", "something else")
-        heading, one = request_rows(server.url, None, "talk-1", 20)
-        newest, _ = request_rows(server.url, None, None, 1)
-        shown = CliRunner().invoke(app.app, ["explain", "talk-1", "--url", server.url])
-    assert [dict(zip(COLUMNS, row, strict=True))["cause"] for row in one] == ["new_session", "system_changed"]
-    last = dict(zip(COLUMNS, one[-1], strict=True))
-    assert (heading, newest) == ("session talk-1, cache main", "session talk-2, cache main")
+        one = session_requests(server.url, None, "talk-1", 20)
+        [newest] = session_requests(server.url, None, None, 1)
+        shown = CliRunner().invoke(app.app, ["explain", "talk-1", "--url", server.url], env={"COLUMNS": "200"})
+        as_json = CliRunner().invoke(app.app, ["explain", "talk-1", "--url", server.url, "--json"])
+    assert [record["reuse"]["cause"] for record in one] == ["new_session", "system_changed"]
+    assert json.loads(as_json.stdout) == one
+    assert "session talk-1, cache main" in shown.stdout
+    assert newest["session"] == "talk-2"
+    row = shown.stdout.splitlines()[-1].split()
+    last = dict(zip(COLUMNS, (*row[:6], " ".join(row[6:])), strict=True))
     assert int(last["reused"]) + int(last["evaluated"]) == int(last["prompt"])
     assert last["from token"] == f"{last['reused']}, message 0 (system)"
     assert shown.exit_code == 0
@@ -47,20 +52,20 @@ def test_the_last_requests_of_a_session_are_listed_in_order() -> None:
 def test_errors_are_one_sentence() -> None:
     with live_server(demo_config()) as server, server.noted():
         with pytest.raises(NotFound, match="not answered any request yet"):
-            request_rows(server.url, None, None, 5)
+            session_requests(server.url, None, None, 5)
         send(server.url, "talk-1", "hello")
         with pytest.raises(NotFound, match="ends in 'nobody'"):
-            request_rows(server.url, None, "nobody", 5)
+            session_requests(server.url, None, "nobody", 5)
     with pytest.raises(Unavailable, match="no server answers"):
-        request_rows(server.url, None, None, 5)
+        session_requests(server.url, None, None, 5)
 
 
 def test_a_server_with_keys_needs_an_admin_key() -> None:
     keys = [{"name": "boss", "key": "s3cret-boss", "admin": True}, {"name": "guest", "key": "s3cret-guest"}]
     with live_server({**demo_config(), "keys": keys}) as server:
         send(server.url, "talk-1", "hello", key="s3cret-guest")
-        assert len(request_rows(server.url, "s3cret-boss", None, 5)[1]) == 1
+        assert len(session_requests(server.url, "s3cret-boss", None, 5)) == 1
         with pytest.raises(Unauthenticated, match="--key"):
-            request_rows(server.url, None, None, 5)
+            session_requests(server.url, None, None, 5)
         with pytest.raises(Forbidden, match="admin key"):
-            request_rows(server.url, "s3cret-guest", None, 5)
+            session_requests(server.url, "s3cret-guest", None, 5)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,11 +14,8 @@ from typer.testing import CliRunner
 
 from modelyard.cli import app, console
 from modelyard.cli import run as run_module
-from modelyard.cli.run import served_model
 from modelyard.core.errors import NotFound
-from modelyard.http.settings import HttpSettings
 from modelyard.library.model_files import LibraryEntry
-from modelyard.server.running_servers import TEMPORARY_VARIABLE, announced
 from tests.cli.terminal import Terminal
 from tests.cli.test_chat import SCRIPT
 from tests.live_server import LiveServer, demo_config, live_server
@@ -126,7 +122,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def test_without_a_server_one_runs_for_as_long_as_the_conversation(tmp_path: Path):
+def test_without_a_server_one_is_started_which_ends_with_the_conversation_if_asked_to(tmp_path: Path):
     """A foreign config/settings.json is no obstacle, only the wanted model is loaded, and nothing is left behind."""
     port = free_port()
     (tmp_path / "config").mkdir()
@@ -136,7 +132,7 @@ def test_without_a_server_one_runs_for_as_long_as_the_conversation(tmp_path: Pat
         "script = [{ steps = [{ text = 'Hello there.' }] }]\n"
     )
     cache = {"MODELYARD_CACHE": str(tmp_path / "cache")}
-    with Terminal("run", "demo", cwd=tmp_path, **cache) as terminal:
+    with Terminal("run", "demo", "--keep-alive", "0", cwd=tmp_path, **cache) as terminal:
         terminal.wait_for("is ignored: it has no settings of Modelyard")
         terminal.wait_for("› ")
         listed = CliRunner().invoke(app.app, ["ps", "--all", "--json"])  # the address is in the configuration here
@@ -160,29 +156,6 @@ def test_a_server_that_cannot_start_is_one_sentence(tmp_path: Path):
     assert shown.exit_code == 1
     assert "the server exited before it was ready" in shown.stderr.splitlines()[-1]
     assert "Traceback" not in shown.stderr
-
-
-def test_a_conversation_does_not_rely_on_the_server_of_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """That server ends with the other conversation. A single prompt uses it."""
-    asked: list[str] = []
-
-    def prepare(model: str, config: object) -> tuple[str, dict[str, str]]:
-        raise NotFound("this far")
-
-    monkeypatch.setattr(run_module, "_prepare", prepare)
-    monkeypatch.setattr(run_module, "_name_on_server", lambda server, model: asked.append(server.url) or model)
-    with live_server(demo_config()) as running:
-        monkeypatch.setattr(run_module, "find_url", lambda url: running.url)
-        port = int(running.url.rpartition(":")[2])
-        env = {**os.environ, TEMPORARY_VARIABLE: "1"}
-        with announced(HttpSettings(), port, env=env):
-            with served_model("demo", None, None, None) as (address, _):
-                assert address == running.url
-            with pytest.raises(NotFound), served_model("demo", None, None, None, lasting=True):
-                pass
-        with served_model("demo", None, None, None, lasting=True) as (address, _):
-            assert address == running.url
-    assert len(asked) == 2
 
 
 def test_another_program_on_the_usual_port_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -177,6 +177,24 @@ def test_long_tool_results_do_not_exceed_the_window(bench: AgentBench) -> None:
     assert len(tool_results(bench.turns[2])) < 11_000, "nothing was cut"
 
 
+def test_it_finishes_its_task_after_a_compaction_of_its_own(bench: AgentBench) -> None:
+    (bench.work / "first.txt").write_text(90 * (60 * "x" + "\n"))
+    (bench.work / "second.txt").write_text(200 * (60 * "x" + "\n"))
+    task = "Both files are read. The word yard is still to be written to done.txt."
+    script = [
+        rule(text_step(task), when="(?i)handoff summary|compaction"),
+        rule(text_step("It is written."), result="written now"),
+        rule(call_step("exec_command", cmd="echo yard > done.txt; echo written now"), when="still to be written"),
+        rule(call_step("exec_command", cmd="cat second.txt; echo; echo end of the second"), result="end of the first"),
+        rule(call_step("exec_command", cmd="cat first.txt; echo; echo end of the first"), when="read both"),
+    ]
+    with bench.serve(script, n_ctx=20_000):
+        done = bench.run(*EXEC, "read both, then write the word yard to done.txt")
+    assert (done.code, done.out.strip()) == (0, "It is written."), done
+    assert (bench.work / "done.txt").read_text() == "yard\n"
+    assert task in request_text(bench.turns[-1])
+
+
 def test_after_an_overflow_it_stops_with_the_reason_and_compacts_on_command(bench: AgentBench) -> None:
     """The client assumes a larger window, so only the error of the server shows the limit."""
     script = [

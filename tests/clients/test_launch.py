@@ -20,9 +20,12 @@ ONE_QUESTION = {
     "claude": ("-p", "hello"),
     "codex": ("exec", "--skip-git-repo-check", "hello"),
     "cline": ("say hello",),
-    "gemini": ("--skip-trust", "--prompt", "hello"),
+    "copilot": ("--allow-all-tools", "-p", "hello"),
+    "gemini": ("--prompt", "hello"),  # in a folder that is new to it
+    "hermes": ("chat", "-Q", "-q", "hello"),
     "goose": ("run", "--quiet", "--text", "hello"),
     "opencode": ("run", "hello"),
+    "pi": ("-p", "hello"),
     "qwen": ("--prompt", "hello"),
     "continue": ("-p", "hello"),
     "aider": ("--yes-always", "--no-git", "--no-pretty", "--message", "hello"),

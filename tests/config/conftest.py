@@ -31,9 +31,12 @@ class ToyOptions(BaseModel):
         return value
 
 
-def _load(package: str, name: str, load: Any = plugins.load) -> Any:
+_NAMES, _LOAD = plugins.names, plugins.load
+
+
+def _load(package: str, name: str) -> Any:
     if package != "engines":
-        return load(package, name)
+        return _LOAD(package, name)
     if name == "bare":
         raise plugins.MissingLibrary("bare needs the Python package 'bones'")
     return EnginePlugin(Options=ToyOptions, create=lambda _: None, kv_types=("f16", "q8_0"))  # type: ignore[arg-type,return-value]
@@ -41,9 +44,15 @@ def _load(package: str, name: str, load: Any = plugins.load) -> Any:
 
 @pytest.fixture(autouse=True)
 def toy_build(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = plugins.names
-    monkeypatch.setattr(plugins, "names", lambda package: ("bare", "toy") if package == "engines" else names(package))
+    monkeypatch.setattr(plugins, "names", lambda package: ("bare", "toy") if package == "engines" else _NAMES(package))
     monkeypatch.setattr(plugins, "load", _load)
+
+
+@pytest.fixture
+def real_build(toy_build: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the engines that are installed."""
+    monkeypatch.setattr(plugins, "names", _NAMES)
+    monkeypatch.setattr(plugins, "load", _LOAD)
 
 
 Loader = Callable[..., LoadedConfig]

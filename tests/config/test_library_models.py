@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
+import modelyard_vllm
+from modelyard import plugins
 from modelyard.config import library_models
 from modelyard.config.library_models import (
     LibraryModel,
@@ -20,7 +24,7 @@ from modelyard.config.library_models import (
 )
 from modelyard.config.load import load_config
 from modelyard.config.settings import Config
-from modelyard.core.engine import CacheInfo
+from modelyard.core.engine import CacheInfo, EnginePlugin
 from modelyard.core.errors import NotFound
 from modelyard.engines.llama_cpp.model_shape import ModelShape
 from modelyard.engines.llama_cpp.options import Options, context_layouts
@@ -89,10 +93,10 @@ def test_the_window_is_the_trained_one_bounded_by_the_memory(
     assert reason in choice.reason
 
 
-def test_a_small_model_gets_its_trained_window_eight_times_and_an_unknown_length_is_short():
+def test_a_small_model_gets_its_trained_window_and_an_unknown_length_is_short():
     small = ModelShape(10**8, 8192, 30, 576, 9, 49_152, 5760, 5760)
     choice = choose_window(small, BUDGET)
-    assert (choice.window, choice.parallel, choice.reason) == (8192, 8, "as trained")
+    assert (choice.window, choice.parallel, choice.reason) == (8192, 4, "as trained")
     unknown = choose_window(ModelShape(10**8, 0, 30, 576, 9, 49_152, 5760, 5760), BUDGET)
     assert (unknown.window, unknown.reason) == (4096, "trained length unknown")
 
@@ -104,10 +108,11 @@ TALK, SIDE = CacheInfo(8192), CacheInfo(8192, 2)
 @pytest.mark.parametrize(
     ("shape", "caches", "budget", "parallel"),
     [
-        (SMALL, {"main": TALK, "fast": SIDE}, MemoryBudget(16 * GB), 8),
-        (SMALL, {"main": TALK, "fast": SIDE}, MemoryBudget(4 * GB), 4),
+        (SMALL, {"main": TALK, "fast": SIDE}, MemoryBudget(64 * GB), 8),
+        (SMALL, {"main": TALK, "fast": SIDE}, MemoryBudget(16 * GB), 3),
+        (SMALL, {"main": TALK, "fast": SIDE}, MemoryBudget(4 * GB), 2),
         (SMALL, {"main": TALK, "fast": CacheInfo(8192, 100)}, MemoryBudget(16 * GB), 1),
-        (SMALL, {"main": CacheInfo(8192, type_k="q8_0", type_v="q8_0"), "fast": SIDE}, MemoryBudget(4 * GB), 8),
+        (SMALL, {"main": CacheInfo(8192, type_k="q8_0", type_v="q8_0"), "fast": SIDE}, MemoryBudget(16 * GB), 6),
         (LLAMA_8B, {"main": CacheInfo(32_768)}, MemoryBudget(64 * GB, 24 * GB), 1),
         (LLAMA_8B, {"main": CacheInfo(8192)}, MemoryBudget(64 * GB, 24 * GB), 6),
     ],
@@ -130,11 +135,13 @@ def test_auto_becomes_a_number_when_the_configuration_is_loaded(monkeypatch: pyt
     assert (found["a"].caches["a"].info.parallel, found["b"].caches["c"].info.parallel) == (8, 4)
 
 
-def test_the_built_in_model_serves_eight_conversations_in_one_context(monkeypatch: pytest.MonkeyPatch):
+def test_the_built_in_model_serves_its_conversations_in_one_context_of_a_gigabyte(
+    monkeypatch: pytest.MonkeyPatch,
+):
     monkeypatch.setattr(library_models, "machine_budget", lambda **_: BUDGET)
     entry = load().router().catalog.models["smollm2"]
     infos = {name: cache.info for name, cache in entry.caches.items()}
-    assert {name: info.parallel for name, info in infos.items()} == {"main": 8, "fast": 2}
+    assert {name: info.parallel for name, info in infos.items()} == {"main": 3, "fast": 2}
     assert len(context_layouts(infos, Options(path=""))) == 1
 
 
@@ -217,6 +224,7 @@ def test_a_file_is_read_once_until_it_changes(monkeypatch: pytest.MonkeyPatch):
 # --- engines ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("real_build")
 def test_the_engine_follows_from_the_format(monkeypatch: pytest.MonkeyPatch):
     exl3 = folder("exl3", {"quantization_config": {"quant_method": "exl3"}})
     ct2 = Path("ct2").absolute()
@@ -226,18 +234,41 @@ def test_the_engine_follows_from_the_format(monkeypatch: pytest.MonkeyPatch):
     plain = folder("plain", {})
     assert folder_backend(exl3) == {"backend": "exllamav3"}
     assert folder_backend(ct2) == {"backend": "ct2"}
-    monkeypatch.setattr(library_models, "find_spec", lambda name: None)
-    monkeypatch.setattr(library_models.vllm_env, "is_ready", lambda: False)
-    monkeypatch.setattr(library_models.shutil, "which", lambda name: None)
+    monkeypatch.setattr(modelyard_vllm, "find_spec", lambda name: None)
+    monkeypatch.setattr(modelyard_vllm.env, "is_ready", lambda: False)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
     assert folder_backend(plain) == {"backend": "vllm"}
-    monkeypatch.setattr(library_models.shutil, "which", lambda name: "/bin/vllm")
+    monkeypatch.setattr(shutil, "which", lambda name: "/bin/vllm")
     assert folder_backend(plain) == {"backend": "vllm_serve"}
     assert load(f'[models.m]\npath = "{exl3}"').models["m"].backend == "exllamav3"
 
 
+def test_a_plugin_takes_the_folders_of_its_own_format(monkeypatch: pytest.MonkeyPatch):
+    loaded = plugins.load("engines", "toy")
+    engines = {
+        "any": replace(loaded, takes_folder=lambda _: 1),
+        "own": replace(
+            loaded, takes_folder=lambda path: 2 * path.name.endswith("-own"), library_options=lambda *_: {"speed": 2.0}
+        ),
+    }
+    monkeypatch.setattr(plugins, "names", lambda _: ("any", "bare", "own"))
+    monkeypatch.setattr(plugins, "engine", lambda name: engines[name] if name != "bare" else _fail())
+    assert folder_backend(folder("x-own", {})) == {"backend": "own"}
+    assert folder_backend(folder("x", {})) == {"backend": "any"}
+    model_files.put_entry(LibraryEntry("m", str(Path("x-own").absolute())))
+    (model,) = read_library_models(BUDGET)
+    assert model.table is not None
+    assert (model.table["backend"], model.table["speed"]) == ("own", 2.0)
+
+
+def _fail() -> EnginePlugin:
+    raise plugins.BrokenPlugin("cannot be imported")
+
+
+@pytest.mark.usefixtures("real_build")
 def test_vllm_takes_the_memory_of_the_window_only(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(library_models, "find_spec", lambda name: None)
-    monkeypatch.setattr(library_models.shutil, "which", lambda name: "/bin/vllm")
+    monkeypatch.setattr(modelyard_vllm, "find_spec", lambda name: None)
+    monkeypatch.setattr(shutil, "which", lambda name: "/bin/vllm")
     config = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "max_position_embeddings": 2048}
     model_files.put_entry(LibraryEntry("v", str(folder("v", config))))
     options = load().models["v"].options
@@ -251,25 +282,26 @@ def test_vllm_takes_the_memory_of_the_window_only(monkeypatch: pytest.MonkeyPatc
 def test_a_model_with_a_projector_runs_in_a_llama_server_if_there_is_one(monkeypatch: pytest.MonkeyPatch):
     add("eyes", projector="/x/mmproj.gguf")
     monkeypatch.setattr(library_models.libmtmd, "find_library", lambda: None)
-    monkeypatch.setattr(library_models.shutil, "which", lambda name: "/bin/llama-server")
+    monkeypatch.setattr(shutil, "which", lambda name: "/bin/llama-server")
     model = load().models["eyes"]
     assert (model.backend, model.options["llama_server_mmproj_path"]) == ("llama_server", "/x/mmproj.gguf")
-    monkeypatch.setattr(library_models.shutil, "which", lambda name: None)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
     assert load().models["eyes"].backend == "llama_cpp"
 
 
 def test_with_libmtmd_a_model_with_a_projector_runs_in_process(monkeypatch: pytest.MonkeyPatch):
     add("eyes", projector="/x/mmproj.gguf")
     monkeypatch.setattr(library_models.libmtmd, "find_library", lambda: Path("libmtmd.so"))
-    monkeypatch.setattr(library_models.shutil, "which", lambda name: "/bin/llama-server")
+    monkeypatch.setattr(shutil, "which", lambda name: "/bin/llama-server")
     model = load().models["eyes"]
     assert (model.backend, model.options["mmproj"]) == ("llama_cpp", "/x/mmproj.gguf")
 
 
+@pytest.mark.usefixtures("real_build")
 def test_a_model_that_cannot_run_here_is_not_served_and_says_why(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(library_models, "find_spec", lambda name: None)
-    monkeypatch.setattr(library_models.shutil, "which", lambda name: None)
-    monkeypatch.setattr(library_models.vllm_env, "is_ready", lambda: False)
+    monkeypatch.setattr(modelyard_vllm, "find_spec", lambda name: None)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setattr(modelyard_vllm.env, "is_ready", lambda: False)
     model_files.put_entry(LibraryEntry("folder", str(folder("f", {}))))
     model_files.put_entry(LibraryEntry("gone", "/nowhere.gguf"))
     add("broken", data=b"GGUX")

@@ -10,9 +10,10 @@ from typing import Any
 import httpx
 import pytest
 
-from modelyard.http.routes import CLIENTS, OPEN
+from modelyard.http.routes import CLIENTS, OPEN, ROWS
 from tests.docs.pages import DOCS, Call, calls
 from tests.e2e.helpers import wait_until
+from tests.http.app_client import make_app
 from tests.live_server import LiveServer, live_server
 
 DEMO = DOCS.parent / "configs" / "demo.toml"
@@ -46,8 +47,10 @@ ROUTES = [
 
 def test_the_page_lists_every_endpoint_and_no_other() -> None:
     listed = set(re.findall(r"`(GET|POST|DELETE) (/[^ `]*)`", (DOCS / "api.md").read_text()))
-    named = {(row.method, path.replace(":path", "")) for row in ROUTES for path in (row.path, *row.also)}
-    assert {(row.method, row.label) for row in ROUTES} <= listed <= named
+    app: Any = make_app().app
+    routes = [*ROUTES, *(set(app.table) - set(ROWS))]  # and those of plug-ins
+    named = {(row.method, path.replace(":path", "")) for row in routes for path in (row.path, *row.also)}
+    assert {(row.method, row.label) for row in routes} <= listed <= named
 
 
 def test_every_endpoint_has_a_command() -> None:

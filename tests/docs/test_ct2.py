@@ -6,7 +6,7 @@ from pathlib import Path
 
 import modelyard_ct2 as ct2
 from modelyard.config.load import load_config
-from modelyard.library.convert import QUANTIZATIONS
+from modelyard_convert import QUANTIZATIONS
 from modelyard_ct2.options import IGNORED
 from tests.docs.pages import DOCS, blocks
 

@@ -12,12 +12,14 @@ import pytest
 
 import modelyard_exllamav3 as exllamav3
 import modelyard_litellm as litellm
+import modelyard_vllm as vllm
 from docs.field_tables import field_rows
 from modelyard import plugins
 from modelyard.config.load import load_config
 from modelyard.core.engine import Capabilities
 from modelyard.core.request import Sampling
-from modelyard.engines import llama_cpp, llama_server, openai_remote, vllm, vllm_serve
+from modelyard.engines import llama_cpp, llama_server, openai_remote
+from modelyard_vllm import serve as vllm_serve
 from tests.docs.pages import DOCS, blocks
 
 FILE = DOCS / "engines.md"
@@ -80,7 +82,8 @@ def tables() -> dict[str, list[str]]:
     for module in MODULES:
         hidden = COMMON | (vllm.Options.model_fields.keys() if module is vllm_serve else set())
         fields = {name: info for name, info in module.Options.model_fields.items() if name not in hidden}
-        rows[f"fields {module.__name__.rpartition('.')[2].removeprefix('modelyard_')}"] = list(field_rows(fields))
+        name = module.__name__.removeprefix("modelyard.engines.").removeprefix("modelyard_").replace(".", "_")
+        rows[f"fields {name}"] = list(field_rows(fields))
     return rows
 
 

@@ -53,6 +53,18 @@ def test_create_message(sdk: Anthropic) -> None:
     assert reply._request_id == "req_" + reply.id.removeprefix("msg_")
 
 
+def test_what_has_no_effect_is_named_in_a_header(sdk: Anthropic) -> None:
+    upload = {"type": "container_upload", "file_id": "file_1"}
+    content = [{"type": "text", "text": "text"}, upload]
+    search: Any = {"type": "web_search_20250305", "name": "web_search"}
+    given = params("", messages=[{"role": "user", "content": content}], service_tier="auto", tools=[search])
+    header = "service_tier, content.container_upload, tools.web_search_20250305"
+    assert sdk.messages.with_raw_response.create(**given).headers["x-modelyard-ignored"] == header
+    with sdk.messages.with_streaming_response.create(**given, stream=True) as streamed:
+        assert streamed.headers["x-modelyard-ignored"] == header
+    assert "x-modelyard-ignored" not in sdk.messages.with_raw_response.create(**params("text")).headers
+
+
 def test_create_message_with_thinking(sdk: Anthropic) -> None:
     thinking, text = sdk.messages.create(**params("thinking", thinking={"type": "adaptive"})).content
     assert thinking.type == "thinking"

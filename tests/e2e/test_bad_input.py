@@ -185,7 +185,7 @@ FIELDS: list[tuple[str, dict[str, Any], str]] = [
     *((path, {"top_k": bad}, "top_k") for path in GENERATES for bad in (1.5, -2, 10**400)),
     *((path, {"min_p": 2}, "min_p") for path in GENERATES),
     *((path, {"seed": "x"}, "seed") for path in GENERATES),
-    *((path, {"logit_bias": bad}, "logit_bias") for path in GENERATES for bad in ({"a": 1}, {"9" * 5000: 1}, [])),
+    *((path, {"logit_bias": bad}, "logit_bias") for path in GENERATES for bad in ({"9" * 5000: 1}, [])),
     *((path, {"max_tokens": bad}, "max_tokens") for path in (MESSAGES, CHAT, "/v1/completions")
       for bad in (-1, 0, 1.5, "many", [])),
     *((CHAT, {"max_completion_tokens": bad}, "max_completion_tokens") for bad in (-1, 0, "many")),

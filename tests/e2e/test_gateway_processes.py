@@ -16,6 +16,7 @@ import pytest
 
 from tests import cli_process
 from tests.e2e.helpers import wait_until
+from tests.library.convert.tiny_models import write_model
 from tests.telemetry.prometheus_text import sample_values
 
 CONFIG = """
@@ -210,3 +211,31 @@ def test_worker_processes_die_with_their_parent(tmp_path: Path):
         server.process.kill()
         gone, alive = psutil.wait_procs(children, timeout=cli_process.DEADLINE)
     assert (len(gone), alive) == (2, [])
+
+
+def test_engines_without_weights_stay_in_the_gateways_beside_a_model_with_weights(tmp_path: Path):
+    """Each gateway answers by itself; only the model with weights has a worker, which all of them share."""
+    tiny = f'[models.tiny]\nbackend = "llama_cpp"\npath = "{write_model(tmp_path / "tiny.gguf")}"\nn_ctx = 256\n'
+    with cli_process.serve(tmp_path, "--workers", "2", config=CONFIG + tiny) as server:
+        both = MultiProcessServer(server)
+        both.wait_for_processes(2)
+        wait_until(
+            lambda: httpx.get(both.url + "/health/ready").status_code == 200, "both are loaded", cli_process.DEADLINE
+        )
+        assert {both.post().json()["choices"][0]["message"]["content"] for _ in range(8)} == {"Hello there."}
+        completion = {"model": "tiny", "prompt": "Hello", "max_tokens": 3}
+        assert {both.post("/v1/completions", **completion).status_code for _ in range(8)} == {200}
+        workers = [child for child in both.children() if "modelyard.workers.worker_process" in child.cmdline()]
+        assert len(workers) == 1
+        models = httpx.get(both.url + "/v1/admin/models", headers=both.owner).json()["data"]
+        assert {model["id"]: model["state"] for model in models} == {"demo": "ready", "tiny": "ready"}
+        for name in ("demo", "tiny"):
+            done = httpx.post(f"{both.url}/v1/admin/models/{name}/load", headers=both.owner)
+            assert done.status_code == 200, done.text
+        body = {"model": "demo", "stream": True, "messages": [{"role": "user", "content": "endless"}]}
+        with httpx.stream("POST", both.url + CHAT, json=body, timeout=cli_process.DEADLINE) as reply:
+            lines = reply.iter_lines()
+            while "so far" not in next(lines):
+                pass
+            live = [httpx.get(both.url + "/v1/admin/requests", headers=both.owner).json()["live"] for _ in range(4)]
+            assert [[request["model"] for request in each] for each in live] == [["demo"]] * 4, "any process knows it"

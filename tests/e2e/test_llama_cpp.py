@@ -426,3 +426,22 @@ def test_background_requests_do_not_evict_the_conversation_of_an_agent(agent_ser
     changed = [AGENT_SYSTEM[0] | {"text": "x-anthropic-billing-header: cc_version=1; cch=11111;"}, AGENT_SYSTEM[1]]
     second = send(agent_server, system=changed, tools=AGENT_TOOLS, messages=history)
     assert second["usage"]["cache_read_input_tokens"] >= prompt_tokens(first["usage"])
+
+
+def test_llama_servers_prompts_may_mix_texts_with_token_ids(server: LiveServer) -> None:
+    def complete(**fields: Any) -> Any:
+        return httpx.post(f"{server.url}/completion", json={"n_predict": 1, "temperature": 0, **fields}, timeout=60)
+
+    text = "The capital of France is"
+    ids = httpx.post(f"{server.url}/tokenize", json={"content": text, "add_special": True}).json()["tokens"]
+    split = [*ids[:2], httpx.post(f"{server.url}/detokenize", json={"tokens": ids[2:]}).json()["content"]]
+    prompts = (text, ids, split, {"prompt_string": text})
+    whole = [complete(prompt=prompt).json() for prompt in prompts]
+    assert len({reply["content"] for reply in whole}) == 1
+    assert {reply["tokens_evaluated"] for reply in whole} == {len(ids)}
+    found = whole[0]["content"]
+    assert complete(prompt=text, logit_bias=[[found, False]]).json()["content"] != found
+    assert complete(prompt=text, logit_bias={found: -100}).json()["content"] != found
+    too_long = complete(prompt=[*ids, text * 400]).json()["error"]
+    assert (too_long["type"], too_long["n_ctx"]) == ("exceed_context_size_error", 1024)
+    assert complete(prompt={"prompt_string": "<__media__>", "multimodal_data": ["AA=="]}).status_code == 400

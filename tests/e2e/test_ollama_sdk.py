@@ -258,7 +258,7 @@ def test_what_cannot_be_changed_is_said(librarian: ollama.Client) -> None:
         (lambda: sdk.copy("none", "other"), 404),
         (lambda: sdk.create("x", from_="demo"), 400),
         (lambda: sdk.create("x", files={"a": "sha256:" + "0" * 64}), 400),
-        (lambda: sdk.pull("llama3.2"), 404),
+        (lambda: sdk.pull("no-such-model"), 404),
     ]
     for call, status in refused:
         with pytest.raises(ollama.ResponseError) as raised:

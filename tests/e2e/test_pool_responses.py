@@ -244,6 +244,8 @@ def test_a_remote_model_replies_in_the_same_format(remote: httpx.Client) -> None
     assert reply["output_text"] == "From afar."
 
 
-def test_allow_remote_is_ignored_in_openai_bodies(remote: httpx.Client) -> None:
+def test_allow_remote_alone_is_enough_and_is_ignored_in_openais_dialect(remote: httpx.Client) -> None:
     body = {"model": "frontier-large", "input": "Hello", "allow_remote": True}
-    assert remote.post("/v1/responses", json=body).status_code == 403
+    assert remote.post("/v1/responses", json=body).json()["output_text"] == "From afar."
+    refused = remote.post("/v1/responses", json=body, headers={"x-modelyard-dialect": "openai"})
+    assert refused.status_code == 403

@@ -43,15 +43,15 @@ def create(spec):
 
 ENGINE = replace(fake.ENGINE, create=create)
 """
-PLUG_IN = "import sys, os, modelyard.engines; modelyard.engines.__path__.append(os.path.dirname(__file__))"
+PLUG_IN = "import sys, os, modelyard.engines; modelyard.engines.__path__.append(os.path.dirname(__file__) + '/engines')"
 
 
 def test_a_model_that_kills_the_server_at_two_starts_is_left_out_of_the_third(tmp_path: Path) -> None:
     path, deadly = tmp_path / "path", tmp_path / "deadly"
-    path.mkdir()
+    (path / "engines").mkdir(parents=True)
     deadly.touch()
     (path / "sitecustomize.py").write_text(PLUG_IN)
-    (path / "dying.py").write_text(DYING)
+    (path / "engines" / "dying.py").write_text(DYING)
     env = data_of(tmp_path) | {"PYTHONPATH": f"{path}{os.pathsep}{ROOT}", "DEADLY": str(deadly)}
     both = demo_config(SCRIPT)
     both["models"]["dying"] = {**both["models"]["demo"], "backend": "dying", "placement": "inline"}
@@ -120,6 +120,32 @@ def test_saved_kv_that_kills_the_server_at_two_starts_is_left_out_of_the_third(t
         assert answers(server)
 
 
+def test_conversations_continue_after_a_swap_and_after_a_restart(tmp_path: Path) -> None:
+    """By default, without a setting for it. Another key reuses nothing."""
+    env = data_of(tmp_path) | {"XDG_CACHE_HOME": str(tmp_path / "cache"), "MODELYARD_KV_STORE": "auto"}
+    model = {"backend": "llama_cpp", "path": str(write_model(tmp_path / "tiny.gguf")), "n_ctx": 4096, "n_gpu_layers": 0}
+    keys = [{"name": "boss", "key": "sk-boss", "admin": True}, {"name": "ada", "key": "sk-ada"}]
+    config = tomlkit.dumps({"models": {"tiny": model | {"placement": "inline"}}, "keys": keys})
+    text = " ".join(f"word {n} of a long text" for n in range(100))
+
+    def cached(server: ServerProcess, key: str = "sk-boss") -> int:
+        body = {"model": "tiny", "prompt": text, "max_tokens": 1}
+        headers = {"authorization": f"Bearer {key}"}
+        usage = httpx.post(server.url + "/v1/completions", json=body, headers=headers, timeout=60).json()["usage"]
+        assert usage["prompt_tokens"] >= 256, "the text is too short to be saved"
+        return int(usage["prompt_tokens"] - usage["prompt_tokens_details"]["cached_tokens"])
+
+    with serve(tmp_path, config=config, **env) as server:
+        assert cached(server) > 1
+        for order in ("unload", "load"):
+            httpx.post(f"{server.url}/v1/admin/models/tiny/{order}", headers=ADMIN, timeout=60).raise_for_status()
+        assert cached(server) == 1, "only the last token is read after a swap"
+        assert server.stop() == 0
+    with serve(tmp_path, config=config, **env) as server:
+        assert cached(server, "sk-ada") > 1
+        assert cached(server) == 1, "only the last token is read after a restart"
+
+
 def start_batch(server: ServerProcess, text: str) -> str:
     line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions"}
     line["body"] = {"model": "demo", "messages": [{"role": "user", "content": text}]}  # type: ignore[assignment]
@@ -158,9 +184,13 @@ def running(server: ServerProcess) -> int:
 
 
 def test_a_server_that_stops_is_no_death(tmp_path: Path) -> None:
-    id = ""
+    """Nor is one that is killed as soon as it is ready: a loaded model's mark is gone by then."""
+    id, marks = "", tmp_path / "data" / "modelyard" / "attempts"
     for _ in range(3):
         with serve(tmp_path, config=settings(tmp_path), **data_of(tmp_path)) as server:
+            wait_until(lambda: httpx.get(server.url + "/health/ready").status_code == 200, "the server is ready")
+            assert marks.is_dir()
+            assert not [file for file in marks.iterdir() if file.read_text().startswith("model ")]
             id = id or start_batch(server, "endless stream")
             wait_until(lambda: running(server) == 1, "it runs")
             assert server.stop() == 0

@@ -345,7 +345,7 @@ def _is_tei(call: HttpCall) -> bool:
     """Whether the reply is text-embeddings-inference's list."""
     if "rerank" not in call.path:
         return False
-    body = json.loads(call.body or b"{}")
+    body = json.loads((call.body or b"{}").decode(errors="replace"))  # fields that nobody reads may be no UTF-8
     return body.get("documents") is None and body.get("texts") is not None
 
 

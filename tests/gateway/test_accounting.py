@@ -61,7 +61,7 @@ async def test_a_request_cancelled_in_the_stream_costs_what_was_generated() -> N
         generation.end("cancelled")
         await read_events(stream)
         stream.close()
-        assert used(harness.gateway) == UsageCounts(1, 1, len(prepared.prompts[0].ids), 0, HELLO)
+        assert used(harness.gateway) == UsageCounts(1, 0, len(prepared.prompts[0].ids), 0, HELLO)
 
 
 async def test_a_request_that_no_engine_accepted_is_counted_and_free() -> None:

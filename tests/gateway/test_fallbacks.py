@@ -113,13 +113,13 @@ async def test_nothing_of_a_failed_answer_is_seen_and_its_slot_is_free() -> None
 
 async def test_a_client_that_leaves_between_two_models_ends_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
     async with TwoPlaces(start_error=errors.Unavailable("lost")) as harness:
-        stream, prepare = await harness.open(), harness.gateway.preparer.prepare
+        stream, prepare = await harness.open(), harness.gateway.preparer.attempt
 
         async def leave(*args: Any, **more: Any) -> Any:
             stream.cancel()
             return await prepare(*args, **more)
 
-        monkeypatch.setattr(harness.gateway.preparer, "prepare", leave)
+        monkeypatch.setattr(harness.gateway.preparer, "attempt", leave)
         (last,) = await read_events(stream)
         assert isinstance(last, Failed)
         assert isinstance(last.error, errors.Cancelled)

@@ -34,7 +34,7 @@ class Source:
 
     reuse = None
     ignored: tuple[str, ...] = ()
-    prepared = SimpleNamespace(skipped=(), target=None)
+    prepared = SimpleNamespace(skipped=(), target=None, not_enforced=(), ignored=(), compacted="")
 
     def __init__(self, *batches: list[Event], hook: Any = None) -> None:
         self._batches, self._hook = list(batches), hook

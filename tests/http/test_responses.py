@@ -17,10 +17,12 @@ from pydantic import TypeAdapter
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
+from modelyard.http import responses
 from tests.live_server import LiveServer, demo_config, live_server
 
 SCRIPT = [
     {"when": "slow", "steps": [{"repeat": 2000, "steps": [{"text": "word "}, {"delay": 0.01}]}]},
+    {"when": "pause", "steps": [{"text": "One "}, {"delay": 0.5}, {"text": "two."}]},
     {"when": "break", "steps": [{"text": "Half an ans"}, {"delay": 0.01}, {"fail": "out of memory"}]},
     {"when": "Summarize this conversation", "steps": [{"text": "The user likes teal."}]},
     {"when": "before this point:\\s+The user likes teal", "steps": [{"text": "You like teal."}]},
@@ -177,6 +179,55 @@ def test_a_client_that_leaves_cancels_its_responses(server: LiveServer) -> None:
     while server.status("demo").running and time.monotonic() < deadline:
         time.sleep(0.01)
     assert server.status("demo").running == 0
+
+
+def test_a_response_in_the_background_goes_on_without_its_connection(server: LiveServer) -> None:
+    with open_socket(server) as socket:
+        create(socket, "pause", background=True)
+        found = [json.loads(socket.recv(timeout=20)) for _ in range(2)]
+        assert [event["type"] for event in found] == ["response.created", "response.queued"]
+        while found[-1]["type"] != "response.output_text.delta":
+            found.append(json.loads(socket.recv(timeout=20)))
+            EVENT.validate_python(found[-1])
+    client = openai.OpenAI(base_url=server.url + "/v1", api_key="sk-ada")
+    replayed = [event.type for event in client.responses.retrieve(found[0]["response"]["id"], stream=True)]
+    assert replayed[: len(found)] == [event["type"] for event in found]
+    assert replayed[-1] == "response.completed"
+    assert client.responses.retrieve(found[0]["response"]["id"]).output_text == "One two."
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_silent_response_is_kept_alive_by_events_of_their_own(background: bool) -> None:
+    """They count, but for a response in the background, whose numbers other readers get, too."""
+    config = demo_config([{"steps": [{"delay": 0.4}, {"text": "Hello there."}]}]) | {"http": {"keepalive_s": 0.05}}
+    with live_server(config) as running, connect(running.url.replace("http", "ws") + "/v1/responses") as socket:
+        create(socket, background=background)
+        found = [json.loads(socket.recv(timeout=20))]
+        while found[-1]["type"] not in ENDS:
+            found.append(json.loads(socket.recv(timeout=20)))
+    types = [event["type"] for event in found]
+    assert types.count("keepalive") >= 2
+    assert [types.count(name) for name in ("response.created", "response.in_progress", "response.completed")] == [1] * 3
+    counted = [event["sequence_number"] for event in found if not background or event["type"] != "keepalive"]
+    assert counted == list(range(len(counted)))
+    assert all(set(event) == {"type", "sequence_number"} for event in found if event["type"] == "keepalive")
+
+
+def test_a_connection_ends_after_its_hour_but_not_within_a_response(
+    server: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(responses, "_MAX_AGE_S", 0.2)
+    with open_socket(server) as socket:
+        create(socket, "pause")
+        found = events(socket)
+        assert found[-1]["type"] == "response.completed"
+        refused = json.loads(socket.recv(timeout=20))
+        assert (refused["type"], refused["status"]) == ("error", 400)
+        assert refused["error"]["code"] == "websocket_connection_limit_reached"
+        with pytest.raises(ConnectionClosed) as closed:
+            socket.recv(timeout=20)
+        assert closed.value.rcvd is not None
+        assert closed.value.rcvd.code == 1000
 
 
 def test_a_connection_without_a_key_or_from_a_foreign_page_is_refused_with_the_reason(

@@ -253,3 +253,24 @@ def test_zed_gets_a_provider_whose_key_is_in_the_variable_that_it_reads(monkeypa
     (model,) = provider["available_models"]
     assert (provider["api_url"], model["name"], model["max_tokens"]) == ("http://127.0.0.1:8000/v1", "qwen", 65_536)
     assert made.env == {"MODELYARD_API_KEY": "sk-1"}
+
+
+def test_gemini_does_not_ask_about_a_new_folder() -> None:
+    (text,) = plan("gemini").files.values()
+    assert json.loads(text)["security"]["folderTrust"] == {"enabled": False}
+
+
+def test_an_agent_as_data_gets_numbers_as_numbers_and_leaves_out_what_is_unknown() -> None:
+    (text,) = plan("pi").files.values()
+    (model,) = json.loads(text)["providers"]["modelyard"]["models"]
+    assert model["contextWindow"] == TARGET.window
+    (text,) = plan("pi", window=None).files.values()
+    (model,) = json.loads(text)["providers"]["modelyard"]["models"]
+    assert "contextWindow" not in model
+    (text,) = plan("kimi").files.values()
+    assert tomllib.loads(text)["models"]["modelyard"]["max_context_size"] == TARGET.window
+
+
+def test_a_key_with_braces_is_not_taken_for_a_placeholder() -> None:
+    (text,) = plan("vscode", key="{model}").files.values()
+    assert json.loads(text)[0]["apiKey"] == "{model}"

@@ -32,7 +32,7 @@ from modelyard.launch.launch import (
 )
 from modelyard.launch.plan import PLACEHOLDER_KEY, LaunchTarget
 from modelyard.library.variants import MemoryBudget
-from modelyard.server.running_servers import TemporaryServer
+from modelyard.server.running_servers import BackgroundServer
 from tests.cli_process import DEADLINE, DEMO, MODELYARD, environment
 from tests.engines.llama_cpp import tiny_models
 from tests.live_server import demo_config, live_server
@@ -66,7 +66,7 @@ def test_agent_gets_variables_and_arguments_from_a_running_server(
     assert httpx.get(url + "/health/live").status_code == 200
 
 
-def test_temporary_server_runs_as_long_as_the_agent(
+def test_without_keep_alive_a_server_runs_as_long_as_the_agent(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a project folder with another program's settings, on the user's own configuration."""
@@ -78,14 +78,24 @@ def test_temporary_server_runs_as_long_as_the_agent(
     monkeypatch.chdir(tmp_path / "project")
     env = install(tmp_path, 'echo "$OPENAI_API_BASE"', "aider") | {"XDG_CONFIG_HOME": str(tmp_path / "home")}
     notes: list[str] = []
-    options = LaunchOptions(agent="aider", url=url)
+    options = LaunchOptions(agent="aider", url=url, keep_alive_s=0)
     assert launch_agent(options, env, notes.append) == 0
     assert capfd.readouterr().out == f"{url}/v1\n"
     log = (tmp_path / "cache" / "launch" / "server.log").read_text()
     assert log.count("settings.json is ignored") == 1
     assert "starting a server" in notes[0]
+    assert not any("the server stays" in note for note in notes)
     with pytest.raises(httpx.ConnectError):
         httpx.get(url)
+
+
+def test_a_server_that_stays_for_the_next_agent_says_so(tmp_path: Path) -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    env = install(tmp_path, 'echo "$OPENAI_API_BASE"', "aider")
+    command = [*MODELYARD, "launch", "aider", "--url", url, "--config", DEMO[1], "--keep-alive", "1s"]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=DEADLINE)
+    assert done.stdout == f"{url}/v1\n"
+    assert "the server stays 1.0 s after its last request" in " ".join(done.stderr.split())
 
 
 def test_server_that_fails_to_start_is_reported_with_its_last_log_line(tmp_path: Path) -> None:
@@ -256,6 +266,33 @@ def test_the_first_model_that_does_what_the_agent_needs_is_chosen(
     assert choose_model(cards, AGENTS[agent]) == chosen
 
 
+def card(name: str, window: int | None, state: str = "ready", *capabilities: str) -> dict[str, Any]:
+    return {"id": name, "context_length": window, "state": state, "capabilities": capabilities or ("chat", "tools")}
+
+
+def test_claude_code_gets_the_model_in_which_it_works_well_not_the_one_in_which_it_only_starts() -> None:
+    small, coder, middle = card("chat-8k", 8192), card("coder", 131_072, "unloaded"), card("mid", 40_000)
+    assert choose_model([small, coder, middle], AGENTS["claude"]) == "coder"
+    assert choose_model([small, middle], AGENTS["claude"]) == "mid"
+    assert choose_model([small], AGENTS["claude"]) == "chat-8k"
+    assert choose_model([card("a", 70_000, "unloaded"), card("b", 70_000)], AGENTS["claude"]) == "b"
+    assert choose_model([card("smollm2", 131_072), card("real", 131_072, "unloaded")], AGENTS["claude"]) == "real"
+    assert choose_model([card("blind", 131_072, "ready", "chat"), small], AGENTS["claude"]) == "chat-8k"
+
+
+def test_the_users_own_settings_stay_in_use_where_variables_name_the_server(url: str, tmp_path: Path) -> None:
+    env = {"MODELYARD_CACHE": str(tmp_path)}
+    for agent, private in (("claude", "CLAUDE_CONFIG_DIR"), ("codex", "CODEX_HOME"), ("goose", "GOOSE_PATH_ROOT")):
+        printed = CliRunner().invoke(app, ["launch", agent, "--print", "--keep-my-config", "--url", url], env=env)
+        assert printed.exit_code == 0, printed.stderr
+        assert url in printed.stdout
+        assert private not in printed.stdout
+    refused = CliRunner().invoke(app, ["launch", "gemini", "--print", "--keep-my-config", "--url", url], env=env)
+    assert refused.exit_code == 2
+    assert "takes its server from a settings file" in " ".join(refused.stderr.split())
+    assert "claude" in refused.stderr
+
+
 def test_a_server_without_a_suitable_model_is_an_error_with_the_command_that_fetches_one() -> None:
     config = demo_config()
     config["models"]["demo"]["prompt_format"] = "translategemma"
@@ -269,7 +306,7 @@ def test_a_server_without_a_suitable_model_is_an_error_with_the_command_that_fet
 def test_a_model_that_does_not_suit_is_noted_with_the_command_that_fetches_one(url: str, tmp_path: Path) -> None:
     script = launch_script(LaunchOptions(agent="qwen", url=url, model="demo"), {"MODELYARD_CACHE": str(tmp_path)})
     assert "# demo has a window of 4096 tokens, and Qwen Code itself needs about 28000" in script
-    assert "# A model that suits Qwen Code: modelyard pull unsloth/" in script
+    assert "# A model that suits Qwen Code: modelyard pull " in script
 
 
 def test_a_model_without_a_chat_template_is_not_chosen_and_is_noted_if_it_is_named(tmp_path: Path) -> None:
@@ -282,21 +319,17 @@ def test_a_model_without_a_chat_template_is_not_chosen_and_is_noted_if_it_is_nam
     assert "# base has no chat template, so it refuses what aider sends." in script
 
 
-def test_pulled_model_fits_the_memory_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    for ram, gpu, name in (
-        (16 << 30, 0, "Qwen3-4B"),
-        (64 << 30, 0, "Qwen3-Coder-30B"),
-        (8 << 30, 40 << 30, "Qwen3-Coder"),
-    ):
+def test_the_suggested_model_is_the_one_of_the_catalogue_for_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    for ram, gpu, name in ((10 << 30, 0, "qwen3:4b"), (64 << 30, 0, "qwen3.6:35b"), (8 << 30, 20 << 30, "gpt-oss:20b")):
         monkeypatch.setattr(library_models, "machine_budget", lambda found=MemoryBudget(ram, gpu): found)
-        assert f"modelyard pull unsloth/{name}" in pull_command("http://127.0.0.1:8000")
-    assert "on the server's machine" in pull_command("http://10.0.0.1:8000")
+        assert pull_command("http://127.0.0.1:8000") == f"modelyard pull {name}"
+    assert "on the machine of the server" in pull_command("http://10.0.0.1:8000")
 
 
 def test_an_editor_needs_a_running_server_because_its_command_ends_at_once(tmp_path: Path) -> None:
     env = install(tmp_path, "exit 0", "zed")
     options = LaunchOptions(agent="zed", url=f"http://127.0.0.1:{free_port()}")
-    with pytest.raises(Unavailable, match=r"Zed stays open .+ start the server first, with modelyard serve"):
+    with pytest.raises(Unavailable, match=r"Zed stays open .+ start the server first, with modelyard start"):
         launch_agent(options, env, lambda _: None)
 
 
@@ -320,6 +353,6 @@ def test_closed_port_is_not_running_and_an_invalid_url_is_an_error() -> None:
         server.is_running()
 
 
-def test_temporary_server_is_refused_for_another_machine(tmp_path: Path) -> None:
+def test_no_server_is_started_on_another_machine(tmp_path: Path) -> None:
     with pytest.raises(Unavailable, match=r"no server answers at http://10\.0\.0\.1:8000"):
-        TemporaryServer("http://10.0.0.1:8000", None, tmp_path / "log", {})
+        BackgroundServer("http://10.0.0.1:8000", None, {"MODELYARD_CACHE": str(tmp_path)})

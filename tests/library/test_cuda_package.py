@@ -68,7 +68,7 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "index"
     folder.mkdir()
 
-    def download(_: str, target: Path, on_bytes: OnBytes) -> Path:
+    def download(_: str, target: Path, on_bytes: OnBytes, size: int) -> Path:
         found = folder / "cublas.whl"
         if not found.exists():
             raise Unavailable("the package index cannot be reached")

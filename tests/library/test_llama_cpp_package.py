@@ -152,6 +152,7 @@ def test_a_lasting_failure_is_one_sentence_that_says_what_to_do(npm: Npm, cache:
         "may be offline. Try again when the npm registry can be reached, or compile it with `modelyard setup --build`"
     )
     assert left(cache) == []
+    assert len(npm.calls) == 1, "a machine that is offline is told so at once"
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,26 @@ def test_a_missing_file_is_an_error_that_names_the_searched_folders():
         assert not leads_to_gguf(path)
 
 
+@pytest.mark.parametrize(
+    ("path", "hint"),
+    [
+        ("owner/Repo-GGUF/Q4_K_M/", "; fetch it: modelyard pull owner/Repo-GGUF:Q4_K_M"),
+        ("owner/Repo-GGUF", "; fetch it: modelyard pull owner/Repo-GGUF"),
+        ("/models/owner/Repo-GGUF", ""),
+        ("/absolute/repo", ""),
+        ("./owner/repo", ""),
+        ("owner/repo/file.gguf", ""),
+        ("a/b/c/d", ""),
+        ("qwen", ""),
+    ],
+)
+def test_a_hint_to_pull_is_for_repositories_of_the_hub_and_not_for_paths_of_this_machine(path: str, hint: str):
+    assert model_files.pull_hint(path) == hint
+    with pytest.raises(ModelyardError) as error:
+        model_files.locate_model_file(path)
+    assert error.value.message.endswith(hint)
+
+
 def test_split_files_are_grouped_by_model():
     assert group_split_files(["q/b-00002-of-00002.gguf", "a.gguf", "q/b-00001-of-00002.gguf"]) == {
         "a": ["a.gguf"],
@@ -111,7 +131,7 @@ def test_a_folder_is_found_by_name_and_described(cache: Path):
     assert found is not None
     assert (found.path, found.kind, found.quant) == (folder, "ct2", "int8")
     row = models.file_row("tiny-ct2")
-    assert row == models.FileRow("67 B", "int8")
+    assert row == models.FileRow(67, "int8")
     assert dict(models.describe_file("tiny-ct2"))["kind"] == "CTranslate2"
 
 

@@ -91,7 +91,7 @@ def test_rows_have_size_quantization_and_state(tmp_path: Path):
     file = write_gguf(tmp_path / "one.gguf")
     bad = tmp_path / "bad.gguf"
     bad.write_bytes(b"x")
-    assert models.file_row(str(file)) == models.FileRow(f"{file.stat().st_size} B", "Q4_K_M")
+    assert models.file_row(str(file)) == models.FileRow(file.stat().st_size, "Q4_K_M")
     assert models.file_row(str(bad)).note == "its file cannot be read"
     assert models.file_row("nowhere.gguf").note == "its file is missing"
     assert models.file_row(None) == models.FileRow()

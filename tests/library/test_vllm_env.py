@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from modelyard.library import vllm_env
+from modelyard_vllm import env as vllm_env
 
 
 def test_the_environment_is_in_the_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

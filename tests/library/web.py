@@ -155,11 +155,11 @@ def serve_hub() -> Iterator[Hub]:
         do_HEAD = do_GET  # noqa: N815
 
         def _send(self, body: bytes) -> None:
-            name = self.path.rpartition("//")[2]
+            name = self.path.rpartition("//")[2].removeprefix("/wheels/")
             if self.path.startswith("/cdn/") and hub.cut.get(name):
                 self.wfile.write(body[: hub.cut[name].pop(0)])
                 self.close_connection = True
-            elif self.path.startswith("/cdn/") and name in hub.held:
+            elif self.path.startswith(("/cdn/", "/wheels/")) and name in hub.held:
                 self.wfile.write(body[: len(body) // 2])
                 hub.holding.set()
                 hub.gate.wait(30)

@@ -20,12 +20,15 @@ def test_mcp_is_off_by_default() -> None:
 @pytest.mark.parametrize(
     ("server", "words"),
     [
-        ({}, "either command or url"),
-        ({"command": "x", "url": "http://a/"}, "either command or url"),
+        ({}, "either command, url or builtin"),
+        ({"command": "x", "url": "http://a/"}, "either command, url or builtin"),
         ({"command": "x", "headers": {"a": "b"}}, "headers belongs to url"),
         ({"url": "http://a/", "args": ["x"]}, "args belongs to command"),
         ({"url": "ftp://a/"}, "is not an http"),
         ({"command": "x", "shell": True}, "shell"),
+        ({"builtin": "fetch", "url": "http://a/"}, "either command, url or builtin"),
+        ({"url": "http://a/", "token_env": "T", "oauth": {}}, "either oauth or token_env"),
+        ({"url": "http://a/", "oauth": {"grant": "client_credentials"}}, "needs client_id"),
     ],
 )
 def test_a_server_that_makes_no_sense_is_refused(server: dict[str, Any], words: str) -> None:

@@ -50,7 +50,11 @@ _ENVIRONMENT = ImmutableSandboxedEnvironment(
     trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
 )
 _ENVIRONMENT.filters["tojson"] = _tojson
-_ENVIRONMENT.globals |= {"raise_exception": _raise, "strftime_now": NOW.strftime}
+_ENVIRONMENT.globals |= {
+    "raise_exception": _raise,
+    "strftime_now": NOW.strftime,
+    "date_string": NOW.strftime("%d %b %Y"),
+}
 
 
 def _messages(body: Body, *, typed: bool) -> list[dict[str, Any]]:

@@ -78,6 +78,8 @@ def test_generation_blocks_render_their_body_with_a_local_scope() -> None:
 
 
 def test_strftime_now_reads_the_clock() -> None:
+    dated = ChatTemplate("{{ date_string }}", now=lambda: datetime(2031, 2, 3))
+    assert (dated.render({}), dated.render({"date_string": "today"})) == ("03 Feb 2031", "today")
     template = ChatTemplate("{{ strftime_now('%d %b %Y') }}", now=lambda: datetime(2031, 2, 3))
     assert template.render({}) == "03 Feb 2031"
 

@@ -95,7 +95,10 @@ def test_ignore_eos_is_a_setting_of_the_sampler() -> None:
         ({"prompt": None}, "prompt"),
         ({"n_predict": -2}, "n_predict"),
         ({"n_probs": 21}, "n_probs"),
-        ({"logit_bias": [["word", 1.0]]}, "logit_bias"),
+        ({"logit_bias": [["word", "much"]]}, "logit_bias"),
+        ({"prompt": {"text": "a"}}, "prompt"),
+        ({"prompt": [1, -2]}, "prompt"),
+        ({"prompt": {"prompt_string": "<__media__>", "multimodal_data": ["AA"]}}, "prompt"),
         ({"logit_bias": [[1]]}, "logit_bias"),
         ({"lora": [{"id": 0, "scale": 0.5}]}, "lora"),
         ({"temperature": -1}, "temperature"),
@@ -162,3 +165,18 @@ def test_completions_without_v1_answers_in_the_dialect_of_the_body(body: dict[st
 def request_of_the_other(is_openai: bool) -> Request:
     body = {"prompt": "Once"} | ({} if is_openai else {"model": "m"})
     return bare_completions.read_request(msgspec.json.encode(body), {})
+
+
+def test_prompts_may_be_objects_and_mix_texts_with_ids() -> None:
+    assert read(prompt={"prompt_string": "Once"}).prompts == ("Once",)
+    assert read(prompt=[[1, 2], {"prompt_string": "Once"}, "more"]).prompts == ((1, 2), "Once", "more")
+    mixed = read(prompt=[1, "Once", 2])
+    assert (mixed.prompts, mixed.mixed_prompts) == ((), ((1, "Once", 2),))
+    assert read(prompt=[[1, "a"], "b"]).mixed_prompts == ((1, "a"), ("b",))
+
+
+def test_texts_in_logit_bias_are_kept_for_the_tokenizer() -> None:
+    pairs = read(logit_bias=[[" the ", -100], [15, 1.5], ["word", False]])
+    assert (pairs.biased_texts, pairs.sampling.logit_bias) == (((" the ", -100.0), ("word", -1e9)), {15: 1.5})
+    mapping = read(logit_bias={" the ": -100, "15": 1.5})
+    assert (mapping.biased_texts, mapping.sampling.logit_bias) == (((" the ", -100.0),), {15: 1.5})

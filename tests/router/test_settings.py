@@ -12,7 +12,7 @@ from modelyard.router.settings import CacheSettings, DecodingSettings, ModelSett
 
 def test_every_sampling_parameter_has_a_setting() -> None:
     knobs = {field.name for field in fields(Sampling)}
-    assert set(DecodingSettings.model_fields) == knobs | {"max_tokens", "stop"}
+    assert set(DecodingSettings.model_fields) == knobs | {"max_tokens", "max_repeated_tokens", "stop"}
 
 
 def test_decoding_settings_convert_to_sampling() -> None:

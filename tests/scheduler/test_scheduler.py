@@ -391,6 +391,44 @@ async def test_at_most_half_of_the_slots_are_kept():
         assert [harness.request(key="eve").granted for _ in range(3)] == [True, True, False]
 
 
+async def test_keys_with_a_backlog_take_turns_beside_keys_that_ask_one_thing_at_a_time():
+    async with Harness() as harness:
+        await harness.load_model(parallel=4)
+        running = {key: harness.request(key=key) for key in ("ann", "bob", "cyd")}
+        floods = {key: [harness.request(key=key) for _ in range(20)] for key in ("eve", "mal")}
+        granted = lambda: [sum(each.granted for each in flood) for flood in floods.values()]  # noqa: E731
+        assert granted() == [1, 0]
+        for key in [*running] * 3:  # none of them waits, though each leaves its slot for a moment
+            running[key].release()
+            running[key] = harness.request(key=key)
+            assert running[key].granted
+        assert granted() == [1, 0]
+        floods["eve"][0].release()
+        assert granted() == [2, 0]  # the first did not wait
+        floods["eve"][1].release()
+        assert granted() == [2, 1]
+        floods["mal"][0].release()
+        assert granted() == [3, 1]
+        running["ann"].release()
+        await harness.clock.advance(KEEP_S)  # she does not come back
+        assert granted() == [3, 2]
+
+
+async def test_keys_that_ask_one_thing_at_a_time_do_not_starve_a_backlog():
+    async with Harness() as harness:
+        await harness.load_model(parallel=2)
+        flood = [harness.request(key="eve") for _ in range(20)]
+        modest = [harness.request(key=str(n)) for n in range(6)]
+        flood[0].release()
+        flood[1].release()
+        for _ in range(12):
+            for n, lease in enumerate(modest):
+                if lease.granted:
+                    lease.release()
+                    modest[n] = harness.request(key=str(n))
+        assert sum(each.granted for each in flood) > 2
+
+
 async def test_a_key_that_is_alone_has_all_slots():
     async with Harness() as harness:
         await harness.load_model(parallel=4)

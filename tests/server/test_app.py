@@ -166,7 +166,7 @@ def test_a_single_server_logs_its_url_and_does_not_share_its_port(tmp_path: Path
     assert first["models"] == "demo"
     assert second.returncode == 2
     assert second.stdout == ""
-    assert second.stderr.splitlines()[-1].startswith(f"error port {port} on 127.0.0.1 is in use")
+    assert second.stderr.splitlines()[-1].startswith(f"error Modelyard runs already at http://127.0.0.1:{port}")
     assert "Traceback" not in second.stderr
 
 

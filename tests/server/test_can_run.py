@@ -24,12 +24,12 @@ from modelyard.config.load import load_config
 from modelyard.config.problems import ConfigError
 from modelyard.config.settings import engine_spec
 from modelyard.core.errors import ModelyardError, Unavailable
-from modelyard.library import vllm_env
 from modelyard.library.model_files import LibraryEntry, put_entry
 from modelyard.server.app import compose
 from modelyard.server.can_run import require_runnable, unrunnable_models
 from modelyard.server.doctor import engine_lines, server_lines
 from modelyard.server.serve import prepare
+from modelyard_vllm import env as vllm_env
 from tests import cli_process
 from tests.e2e.helpers import wait_until
 from tests.engines.ct2.helpers import tiny_folder

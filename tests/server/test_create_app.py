@@ -1,4 +1,4 @@
-"""`uvicorn modelyard.server.serve:create_app --factory`, as users of llm-pool start their server."""
+"""`uvicorn modelyard.app:create_app --factory`, as users of llm-pool start their server."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_uvicorn_runs_the_app_with_the_files_that_serve_finds(tmp_path: Path) ->
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
-        command = [sys.executable, "-m", "uvicorn", "modelyard.server.serve:create_app", "--factory"]
+        command = [sys.executable, "-m", "uvicorn", "modelyard.app:create_app", "--factory"]
         command += ["--fd", str(listener.fileno())]
         env, pass_fds = environment(HOME=str(tmp_path)), (listener.fileno(),)
         with subprocess.Popen(command, cwd=tmp_path, env=env, pass_fds=pass_fds) as process:

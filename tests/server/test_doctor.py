@@ -88,11 +88,19 @@ def library(env: dict[str, str], *files: str, name: str = "linux-x64-3.22.1") ->
     return folder
 
 
+def test_a_library_without_the_functions_of_mtp_says_which(env: dict[str, str]) -> None:
+    library(env, "libllama.so")
+    result = SelfTest(None, (), 1.0, "0.5.0", {"mtp": "llama_set_embeddings_nextn"})
+    lines = texts(library_lines(NOTHING, env, lambda _: result))
+    assert "note speculation: ngram, draft; not mtp: it does not export llama_set_embeddings_nextn" in lines
+
+
 def test_an_unused_gpu_is_a_warning_with_the_command_that_uses_it(env: dict[str, str]) -> None:
     folder = library(env, "libllama.so")
     lines = texts(library_lines(H200, env, lambda _: SelfTest(None, (), 1.0)))
     assert lines[0] == f"ok library: prebuilt llama.cpp v0.5.0 (cpu), in {folder}"
-    assert lines[1] == "ok self-test: passed in 1.0 s on the CPU"
+    assert lines[1] == "ok self-test: llama.cpp ? passed in 1.0 s on the CPU"
+    assert lines.pop(2) == "ok speculation: ngram, draft, mtp"
     assert lines[2] == (
         "warning GPU: the library in use is for CPUs; the CUDA 12 library may work here → modelyard setup"
     )
@@ -105,7 +113,7 @@ def test_a_library_on_the_gpu_is_reported_with_the_device(env: dict[str, str]) -
     folder = library(env, "libllama.so", "libggml-cuda.so", name="linux-x64-cuda12-3.22.1")
     assert describe_library(folder) == "prebuilt llama.cpp v0.5.0 (cuda12)"
     lines = texts(library_lines(H200, env, lambda _: SelfTest(None, ("CUDA0: NVIDIA H200, 139.8 GiB",), 1.5)))
-    assert lines[1] == "ok self-test: passed in 1.5 s on CUDA0: NVIDIA H200, 139.8 GiB"
+    assert lines[1] == "ok self-test: llama.cpp ? passed in 1.5 s on CUDA0: NVIDIA H200, 139.8 GiB"
     assert not any(line.startswith("warning") for line in lines)
     hidden = texts(library_lines(NOTHING, env, lambda _: SelfTest(None, (), 1.5)))
     assert "warning GPU: the library is for a GPU, and it finds none: the CPU is used" in hidden
@@ -138,8 +146,9 @@ def test_engines_that_are_not_installed_are_no_fault(tmp_path: Path, monkeypatch
     program.write_text("#!/bin/sh\necho 'version: 1.2.3' >&2\n")
     program.chmod(0o755)
     lines = texts(engine_lines())
-    assert lines[0] == f"ok llama-server: {program}, version: 1.2.3 (backend llama_server)"
-    assert lines[1] == "note vllm serve: no such program (backend vllm_serve)"
+    assert f"ok llama-server: {program}, version: 1.2.3 (backend llama_server)" in lines
+    assert "note vllm serve: no such program (backend vllm_serve)" in lines
+    assert "note vLLM: not installed (backend vllm)" in lines
     assert not any(line.startswith(("warning", "error")) for line in lines)
 
 

@@ -9,10 +9,10 @@ import pytest
 
 from modelyard.config.load import load_config
 from modelyard.config.settings import Config, engine_options
-from modelyard.engines.vllm import tokenizer_path
 from modelyard.library.progress import ProgressReporter
 from modelyard.processes.ports import PortUnusable
 from modelyard.server.serve import prepare, second_listener, watched_files
+from modelyard_vllm import tokenizer_path
 from tests.launch.test_launch import free_port
 from tests.library.web import Hub, serve_hub
 

@@ -42,7 +42,7 @@ def test_missing_npm_and_unknown_agents_are_errors(tmp_path: Path, capsys: pytes
     with pytest.raises(Unavailable, match=r"Claude Code needs npm, which is missing: install Node\.js 20"):
         clients.commands(CLAUDE, tmp_path, None)
     assert clients.main(["unknown"]) == 1
-    assert "choose one of aider, claude, cline, codex, continue, crush" in capsys.readouterr().err
+    assert "choose one of aider, claude, cline, codex, continue, copilot, crush" in capsys.readouterr().err
 
 
 def test_an_agent_that_no_registry_has_is_not_installed_and_is_not_among_all(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from modelyard.core.errors import Unavailable
-from modelyard.library import vllm_env
+from modelyard_vllm import env as vllm_env
 from setup import vllm_env as setup
 
 

@@ -17,7 +17,6 @@ from tokenizers import Tokenizer
 
 from modelyard import libllama
 from modelyard.core.errors import InvalidRequest
-from modelyard.library.convert.writers import tokenizer_files
 from modelyard.library.default_model import fetch
 from modelyard.library.gguf import read_metadata
 from modelyard.plugins import MissingLibrary
@@ -25,6 +24,7 @@ from modelyard.tokenizer import llama_log, open_tokenizer
 from modelyard.tokenizer.gguf import GgufTokenizer, WordPieces
 from modelyard.tokenizer.prefix_cache import TokenCache
 from modelyard.tokenizer.shield import shield, unshield
+from modelyard_convert.writers import tokenizer_files
 from tests.engines.llama_cpp import tiny_models
 from tests.real_models import minilm, minilm_folder
 

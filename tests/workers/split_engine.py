@@ -18,12 +18,12 @@ from modelyard.core.errors import ModelyardError, Unavailable
 from modelyard.scheduler.scheduler import Scheduler
 from modelyard.store import MemoryStore
 from modelyard.workers.definitions import FixedDefinitions, define
-from modelyard.workers.ray import RayCluster
 from modelyard.workers.remote_pool import RemotePool
 from modelyard.workers.scheduler_server import SchedulerServer
 from modelyard.workers.transport import ClusterKeys, HeartbeatConfig, generate_keys, write_keys
 from modelyard.workers.worker import Worker
 from modelyard.workers.worker_pool import WorkerPool, create_worker_engine
+from modelyard_ray import RayCluster
 from tests.workers.harness import DEADLINE_S, short_folder
 from tests.workers.ray_nodes import HEAD
 from tests.workers.remote_machine import LOCAL_ADDRESS, remote_machine

@@ -112,7 +112,7 @@ def test_another_environment_gets_links_to_this_package_and_its_engines_only(tmp
     first, mine = env["PYTHONPATH"].split(os.pathsep)
     assert (mine, env["HOME"]) == ("/mine", "/me")
     linked = {each.name for each in Path(first).iterdir() if each.is_symlink()}
-    assert linked == {"modelyard", "modelyard_ct2", "modelyard_exllamav3", "modelyard_litellm"}
+    assert linked == {"modelyard", "modelyard_ct2", "modelyard_exllamav3", "modelyard_litellm", "modelyard_vllm"}
     found = {point.name for point in next(iter(distributions(path=[first]))).entry_points}
     assert found == set(plugins.outside("engines"))
 

@@ -196,6 +196,7 @@ FULL = Prompt(
     adapters=(("law", 0.5),),
     logprobs=3,
     prompt_logprobs=1,
+    logprobs_last=2,
     deadline=12.5,
     trace="t",
     dedup_key="j",

@@ -20,12 +20,12 @@ from modelyard.core.pool import LeaseRequest
 from modelyard.engines import fake, llama_cpp
 from modelyard.scheduler.scheduler import Scheduler
 from modelyard.store import MemoryStore
-from modelyard.workers.ray import RayCluster, avoid_nodes_selector
 from modelyard.workers.remote_pool import RemotePool
 from modelyard.workers.scheduler_server import SchedulerServer
 from modelyard.workers.settings import RayResources
 from modelyard.workers.transport import HeartbeatConfig, generate_keys
 from modelyard.workers.worker_pool import WorkerPool, create_worker_engine
+from modelyard_ray import RayCluster, avoid_nodes_selector
 from tests.engines.llama_cpp import helpers as llama_helpers
 from tests.engines.reading import end, read
 from tests.engines.reading import until as read_until

@@ -911,3 +911,5 @@ def _running(hosted: HostedEngine) -> int:
 async def test_a_key_of_the_store_that_is_no_text_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="not UTF-8"):
         await run_store_operation(MemoryStore(1, 100, 10), StoreOperation(1, "responses", "get", b"scope", b"\xff"))
+    with pytest.raises(InvalidRequest, match="no pages"):
+        await run_store_operation(MemoryStore(1, 100, 10), StoreOperation(1, "responses", "page", b"scope", b""))

@@ -16,10 +16,10 @@ from modelyard.engines import fake
 from modelyard.scheduler.memory_planner import MemoryPlanner
 from modelyard.scheduler.scheduler import Scheduler
 from modelyard.store import MemoryStore
-from modelyard.workers.ray import RayCluster
 from modelyard.workers.scheduler_server import SchedulerServer
 from modelyard.workers.worker_pool import UNKNOWN_NODE, WorkerPool, create_worker_engine, machine_name
 from modelyard.workers.worker_process import _register
+from modelyard_ray import RayCluster
 from tests.workers.harness import DEADLINE_S, DEFINITIONS, LENIENT, ipc_endpoint, running_worker, short_folder, until
 
 REMOTE, OTHER = Node("far", AvailableMemory(100)), Node("farther", AvailableMemory(50))

@@ -10,8 +10,9 @@ from msgspec import structs
 from modelyard import libmtmd
 from modelyard.core.engine import Capabilities, Engine, EnginePlugin, EngineSpec, Media
 from modelyard.core.errors import InvalidRequest, ModelyardError
-from modelyard.engines.llama_cpp.estimate import require_supported
+from modelyard.engines.llama_cpp.estimate import require_mtp_layers, require_supported
 from modelyard.engines.llama_cpp.library import offloads_to_gpu
+from modelyard.engines.llama_cpp.model_shape import read_model_shape
 from modelyard.engines.llama_cpp.offload import estimate as estimate
 from modelyard.engines.llama_cpp.options import CAPABILITIES as CAPABILITIES
 from modelyard.engines.llama_cpp.options import KV_TYPES as KV_TYPES
@@ -49,6 +50,11 @@ def _require_runnable(file: Path) -> None:
     require_supported(file, read_architecture(file))
 
 
+def _require_mtp_layers(options: Options) -> None:
+    if (file := find_model_file(options.path)) is not None:
+        require_mtp_layers(read_model_shape(file))
+
+
 def _require_projector(path: str) -> None:
     if not variants.projector_kinds(found := locate_model_file(path)):
         raise InvalidRequest(f"{found} is not a projector for images or audio", code="projector_unreadable")
@@ -58,10 +64,12 @@ def capabilities(options: Options, header: Path | None = None) -> Capabilities:
     """By the file, or by a copy of its header: a model generates, embeds or ranks. By its projector's file: what else
     than text it takes."""
     found = model_capabilities(read_purpose(header or locate_model_file(options.path)), options)
-    if not found.generates or libmtmd.find_library() is None or find_model_file(options.path) is None:
+    if not found.generates or find_model_file(options.path) is None:
         return found
     projector = variants.locate_projector(options.mmproj, locate_model_file(options.path))
     kinds = variants.projector_kinds(projector) if projector is not None else ()
+    if kinds and libmtmd.find_library() is None:
+        return structs.replace(found, modalities_need=libmtmd.NOT_BUILT)
     return structs.replace(found, modalities=("text", *kinds))
 
 
@@ -105,6 +113,7 @@ def faults(spec: EngineSpec) -> Iterator[OptionFault]:
     options: Options = spec.options
     yield from try_options(
         ("path", lambda path: _require_runnable(locate_model_file(path)), options.path),
+        ("speculation", lambda _: _require_mtp_layers(options), "mtp" if options.speculation == "mtp" else None),
         ("draft_model_path", locate_model_file, options.draft_model_path),
         ("mmproj", _require_projector, options.mmproj if isinstance(options.mmproj, str) else None),
         *((f"lora.{name}", locate_model_file, lora.path) for name, lora in options.lora.items()),

@@ -1,6 +1,6 @@
 """LoRA adapters, loaded beside the weights and applied to a context when its jobs use them; and control vectors.
 
-A context has one set of adapters at a time, so the jobs of a cache take turns by their set (`batch.next_adapters`). KV
+A context has one set of adapters at a time, so the jobs of a cache take turns by their set (`batch.next_in_turn`). KV
 that was computed with one set is never used with another (`sequences.py`).
 
 A control vector is a direction per layer that is added to what the layer computes, for all answers of a model. A GGUF

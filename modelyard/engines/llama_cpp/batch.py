@@ -25,6 +25,9 @@ from modelyard.engines.llama_cpp.sampler import BatchSampler
 IntArray = npt.NDArray[np.int32]
 
 SHORT_PROMPT = 64  # rows: fewer of them take as long on a CPU, and on a GPU hardly less
+# Of a long prompt beside streams: llama.cpp computes the first one with the streams' tokens, and then 64.
+_BLOCK = SHORT_PROMPT + 1
+FAIR_S = 0.05  # a step with prompts beside another key's streams: shorter ones read at less than 0.8 of the speed
 
 
 # --- a mixed step -----------------------------------------------------------------------------------------------------
@@ -53,10 +56,10 @@ class BatchSlice(Struct, frozen=True):
     drafted: int = 0
 
 
-def next_adapters(sets: Iterable[Hashable], current: Hashable) -> Any:
-    """The adapter set of the next step: the one after the current, in a ring ordered by the oldest job. New sets join
-    at the end, so none waits forever."""
-    order = list(dict.fromkeys(sets))
+def next_in_turn(waiting: Iterable[Hashable], current: Hashable) -> Any:
+    """The adapter set or sequence of the next step: the one after the current, in a ring ordered by the oldest job. New
+    ones join at the end, so none waits forever."""
+    order = list(dict.fromkeys(waiting))
     return order[(order.index(current) + 1) % len(order)] if current in order else order[0]
 
 
@@ -91,6 +94,8 @@ def _plan_prompts(work: list[SequenceWork], rows: int) -> list[BatchSlice]:
             share = min(rows, wanted[owner])
         for each in waiting[owner]:
             count = min(each.pending, each.limit, share)
+            if count == _BLOCK:  # what is left over is read first, where few rows cost least
+                count = each.pending % _BLOCK or _BLOCK
             if count > 0:
                 slices.append(BatchSlice(each.sequence, count, count == each.pending))
                 rows, share = rows - count, share - count
@@ -106,42 +111,83 @@ def _equal_drafts(lengths: Sequence[int], rows: int) -> list[int]:
     return [length if n >= least else 0 for n in lengths]
 
 
+def step_target_s(jobs: Sequence[SequenceWork], bare_s: float, max_gap_s: float, *, shared: bool) -> float:
+    """How long the next step may take: every stream waits for it, and so does every prompt that arrives meanwhile.
+
+    Nothing streams: as long as it wants; while several API keys share the context, the gap's length. One key streams
+    and reads: the gap, or twice the time of its streams alone (`bare_s`) where that is longer, for then small slices
+    would make prompts wait and streams not faster. Several keys: each that reads gets as much of the time as each that
+    streams, so a key's prompts slow the others' streams down no more than its streams would.
+    """
+    streaming, reading = set[str](), set[str]()
+    for each in jobs:
+        (streaming if each.generating else reading).add(each.owner[1])
+    if not streaming:
+        return max_gap_s if shared else inf
+    most = max(max_gap_s, 2 * bare_s)
+    if len(streaming | reading) == 1:
+        return most
+    return min(most, max(FAIR_S, bare_s * (1 + len(reading) / len(streaming))))
+
+
 class PromptRows:
-    """How many rows of prompts a step has while several API keys use the context.
+    """How many rows of prompts a step has: as many as `step_target_s` gives time for, by the measured steps.
 
     A whole micro-batch of SmolLM2 takes 1.8 s on one core, for which every stream and every new prompt stands still. In
-    slices of 64 rows a prompt is read as fast, in slices of 8 to 16 at 0.7 of that speed. So beside another key's
-    stream a step has as many rows as take `TARGET_S`, and a few more if there is none. Short prompts are read at once.
-    One key alone is not limited: then the sum counts.
+    slices of 64 rows a prompt is read as fast. With fewer, llama.cpp's flash attention on CPUs takes twice as long per
+    row behind 2,000 tokens, so a slice has 64 unless they take more than `STRETCH` of the target. How long they take is
+    not told by smaller ones, which would never become 64 again. Short prompts are read at once. A context that only
+    reads, for one key, has whole micro-batches.
     """
 
-    TARGET_S, LEAST = 0.05, 8
-    CONTENDED_S = 5.0  # after the last step with several keys
+    LEAST, STRETCH = 8, 3.0
+    CLIFF, FORGET = 2.5, 0.995  # a row of a smaller slice costs at most so much more; per small slice
+    SHARED_S = 5.0  # after the last step with several keys
 
-    def __init__(self, most: int) -> None:
-        self._most, self._rows, self._until = most, min(SHORT_PROMPT, most), 0.0
+    def __init__(self, most: int, max_gap_s: float) -> None:
+        self._most, self._max_gap_s, self._until = most, max_gap_s or inf, 0.0
+        self._bare_s = 0.0  # a step of streams alone
+        # Per row of a step with prompts: what it takes at most. The first slice has 64.
+        self._row_s = (max_gap_s or FAIR_S) / SHORT_PROMPT
+        self._block_row_s = 0.0  # per row of a step with 64 and more
+        self._target_s = inf  # of the last step
 
-    def budget(self, work: Sequence[SequenceWork], now: float) -> int:
-        """The rows of the next step, streams included."""
-        if any(each.owner[1] != work[0].owner[1] for each in work):
-            self._until = now + self.CONTENDED_S
-        elif now >= self._until:
-            return self._most
-        streams, prompts = 0, Counter[tuple[str, str]]()
-        for each in work:
-            if each.generating:
-                streams += 1
-            else:
+    def budget(self, jobs: Sequence[SequenceWork], now: float, turns: int = 1) -> int:
+        """The rows of the next step, streams included. `jobs` are all of the context, of which `turns` groups step one
+        after the other."""
+        if any(each.owner[1] != jobs[0].owner[1] for each in jobs):
+            self._until = now + self.SHARED_S
+        target = step_target_s(jobs, self._bare_s, self._max_gap_s, shared=now < self._until) / turns
+        self._target_s = target
+        prompts = Counter[tuple[str, str]]()
+        for each in jobs:
+            if not each.generating:
                 prompts[each.owner] += each.pending
-        rows = self._rows if streams else max(SHORT_PROMPT, 4 * self._rows)
+        if target == inf or not prompts:
+            return self._most
         short = sum(count for count in prompts.values() if count <= SHORT_PROMPT)
-        return min(self._most, max(rows, short + self.LEAST) + streams)
+        streams = sum(each.generating for each in jobs)
+        rows = target / self._row_s
+        if rows < SHORT_PROMPT and SHORT_PROMPT * self._block_row_s <= self.STRETCH * target:
+            rows = _BLOCK
+        return int(min(self._most, max(rows, short + self.LEAST) + streams))
 
     def took(self, rows: int, seconds: float) -> None:
-        """A step with so many rows in all. Shorter ones say little: each step has a cost that does not depend on it."""
-        if rows >= self._rows:
-            wanted = rows * self.TARGET_S / max(seconds, 1e-6)
-            self._rows = int(min(self._most, max(self.LEAST, min(wanted, 2 * self._rows))))
+        """A step with prompts and so many rows in all. Each step has a cost that does not depend on them: a small one
+        says how long a row takes at most, not at least."""
+        row_s = seconds / max(1, rows)
+        if rows >= SHORT_PROMPT:
+            self._block_row_s += (row_s - self._block_row_s) * (0.5 if self._block_row_s else 1.0)
+        else:
+            self._block_row_s = min(max(self.FORGET * self._block_row_s, row_s / self.CLIFF), row_s)
+        is_large = self._target_s == inf or 2 * rows * self._row_s >= self._target_s
+        if row_s < self._row_s or is_large or seconds > self._target_s:
+            self._row_s += (row_s - self._row_s) * (0.5 if row_s < self._row_s else 0.25)  # others may have interrupted
+
+    def took_bare(self, seconds: float) -> None:
+        """A step of streams alone. One that others' programs have interrupted counts little."""
+        before = self._bare_s or seconds
+        self._bare_s = before + 0.1 * (min(seconds, 4 * before) - before)
 
 
 # --- a uniform step ---------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from modelyard.engines.llama_cpp.batch import (
     PromptRows,
     SequenceWork,
     VectorBatch,
-    next_adapters,
+    next_in_turn,
     plan_batch,
 )
 from modelyard.engines.llama_cpp.binding import lib, short, waiting
@@ -35,10 +35,12 @@ from modelyard.engines.llama_cpp.graph_sampler import GraphSampler
 from modelyard.engines.llama_cpp.job import LlamaCppJob, StepOutput
 from modelyard.engines.llama_cpp.logits import logits_row, logits_rows, token_logprob
 from modelyard.engines.llama_cpp.media import MediaEncoder, Vectors
+from modelyard.engines.llama_cpp.mtp import MtpHead
 from modelyard.engines.llama_cpp.options import ContextLayout, Options
 from modelyard.engines.llama_cpp.sequence_manager import create_sequence_managers
 from modelyard.engines.llama_cpp.sequences import AdapterSet
 from modelyard.engines.llama_cpp.speculation import Drafts, Speculator
+from modelyard.engines.llama_cpp.threads import AdaptiveThreads
 
 
 class LlamaContext:
@@ -55,24 +57,32 @@ class LlamaContext:
     ) -> None:
         self._raw, self.layout, self._n_vocab = raw, layout, n_vocab
         self._n_ubatch = options.for_cache(layout.info).n_ubatch
-        self._prompt_rows = PromptRows(self._n_ubatch)
+        self._prompt_rows = PromptRows(self._n_ubatch, options.max_gap_ms / 1000)
         self._emit, self._emit_batch = dispatch.put, dispatch.put_batch
         self._memory = lib.llama_get_memory(raw)
         self._batch = LlamaBatch(max(self._n_ubatch, layout.info.parallel))
         self.caches = create_sequence_managers(raw, layout, options)  # by name
         self.kv = next(iter(self.caches.values())).kv
         self.jobs: dict[int, LlamaCppJob] = {}  # by sequence
+        self._held: list[
+            tuple[LlamaCppJob, LlamaCppJob, int]
+        ] = []  # each with the job that reads so much of its prompt
         # A GPU still computes when decode returns. Asking for logits then waits, and that call keeps the GIL.
         self._is_async = bool(lib.llama_supports_gpu_offload())
         self._adapters = adapters
         self._active_adapters: AdapterSet = ()  # of the context, since the last step
         self.graph_sampler: GraphSampler | None = None  # if the graph may sample
+        self.neighbours: list[LlamaContext] = []  # the other contexts of the engine, which step in turn with this one
         self.speculator: Speculator | None = None
+        self.head: MtpHead | None = None  # of a model that drafts with its own layers
         self.encoder: MediaEncoder | None = None  # of a model that takes images or audio
+        self.threads: AdaptiveThreads | None = None  # unless the numbers of threads are fixed
         self._uniform: DecodeBatch | None = None  # all jobs, while all of them generate
         self._in_flight: DecodeBatch | None = None  # the batch whose next decode is launched
         self._launched_at = 0.0
         self._next_drafts: Drafts = {}  # of the uniform batch
+        self.shares_batch = True  # False: llama.cpp computes the architecture wrongly in company
+        self._turn = -1  # the sequence of the last step, if each has its own
 
     def __repr__(self) -> str:
         return f"<LlamaContext {', '.join(self.caches)}: {len(self.jobs)}/{self.layout.info.parallel} running>"
@@ -80,6 +90,34 @@ class LlamaContext:
     # --- jobs join ----------------------------------------------------------------------------------------------------
 
     def admit(self, job: LlamaCppJob) -> None:
+        """It begins, unless another job is just reading what its prompt begins with: then that comes first."""
+        cache = self.caches[job.cache]
+        awaited = cache.awaited(job, self.jobs.values())
+        if awaited is None:
+            self._begin(job)
+        else:
+            self._held.append((job, *awaited))
+            cache.held += 1
+
+    def _release_held(self) -> None:
+        """Those whose prefix is read, or whose reader is gone. They may wait for each other next."""
+        held, self._held, now = self._held, [], time.monotonic()
+        for job, leader, shared in held:
+            finish = job.revoked(now)
+            if finish is None and leader.n_past < shared and self.jobs.get(leader.slot.index) is leader:
+                self._held.append((job, leader, shared))
+                continue
+            self.caches[job.cache].held -= 1
+            if finish is None:
+                self.admit(job)
+            else:
+                self._end_held(job, *finish)
+
+    def _end_held(self, job: LlamaCppJob, reason: Any, error: ModelyardError | None) -> None:
+        job.sampler.close()
+        self._emit(job, [job.end(reason, error)], True)
+
+    def _begin(self, job: LlamaCppJob) -> None:
         self._uniform, self._next_drafts = None, {}
         job.slot, accepted = self.caches[job.cache].assign(job)
         self.jobs[job.slot.index] = job
@@ -103,6 +141,8 @@ class LlamaContext:
             self._step_in_flight(self._in_flight)
             return
         self._drop_ended()
+        if self._held:
+            self._release_held()
         if self.encoder is not None and self._uniform is None:
             self._step_media(self.encoder)
         if not self.jobs:
@@ -112,16 +152,24 @@ class LlamaContext:
         speculator = self.speculator if uniform is not None else None
         drafts = self._take_drafts(speculator, jobs) if speculator is not None else {}
         drafted = self._step_uniform(uniform) if uniform is not None and not drafts else self._step_mixed(jobs, drafts)
-        if speculator is not None and drafted is not None:
-            speculator.measure(len(jobs), drafted, time.perf_counter() - started)
+        if drafted is None:
+            return
+        seconds = time.perf_counter() - started
+        if uniform is not None and not drafted:
+            self._prompt_rows.took_bare(seconds)
+        if speculator is not None:
+            speculator.measure(len(jobs), drafted, seconds)
 
     def _select_jobs(self) -> tuple[Mapping[int, LlamaCppJob], DecodeBatch | None]:
-        """The jobs of this step (one adapter set), and their uniform batch if all of them generate. A batch of all jobs
-        is kept until one joins or leaves."""
+        """The jobs of this step, and their uniform batch if all of them generate: those of one adapter set, or one job
+        if it may not share a batch. A batch of all jobs is kept until one joins or leaves."""
         if self._uniform is not None:
             return self._uniform.by_sequence, self._uniform
-        self._set_adapters(next_adapters((job.prompt.adapters for job in self.jobs.values()), self._active_adapters))
+        self._set_adapters(next_in_turn((job.prompt.adapters for job in self.jobs.values()), self._active_adapters))
         jobs = {index: job for index, job in sorted(self.jobs.items()) if job.prompt.adapters == self._active_adapters}
+        if not self.shares_batch and len(jobs) > 1:
+            self._turn = next_in_turn(jobs, self._turn)
+            jobs = {self._turn: jobs[self._turn]}
         if not all(job.generating for job in jobs.values()):
             return jobs, None
         uniform = DecodeBatch(jobs)
@@ -139,11 +187,15 @@ class LlamaContext:
             self._active_adapters = adapters
 
     def _decode(self, sequences: Iterable[int], batch: LlamaBatch | VectorBatch | None = None) -> bool:
-        code = lib.llama_decode(self._raw, (batch or self._batch).raw)
+        batch = batch or self._batch
+        threads = self.threads
+        code = threads.decode(self._raw, batch) if threads is not None else lib.llama_decode(self._raw, batch.raw)
         if code != 0:
             self._fail_sequences(list(sequences), code)
         elif self._is_async:
             lib.llama_synchronize(self._raw)
+        if code == 0 and self.head is not None and not isinstance(batch, VectorBatch):
+            self.head.read(self._batch)
         return bool(code == 0)
 
     # --- a uniform step -----------------------------------------------------------------------------------------------
@@ -237,8 +289,10 @@ class LlamaContext:
     def _step_in_flight(self, batch: DecodeBatch) -> None:
         launched_at = self._launched_at
         self._finish_in_flight(batch, launch=True)
+        seconds = time.perf_counter() - launched_at
+        self._prompt_rows.took_bare(seconds)
         if self.speculator is not None:
-            self.speculator.measure(len(batch), 0, time.perf_counter() - launched_at)
+            self.speculator.measure(len(batch), 0, seconds)
 
     def flush(self) -> None:
         """Completes the decode in flight. Call it before jobs join or leave, or anything reads the KV."""
@@ -247,38 +301,42 @@ class LlamaContext:
 
     def _finish_in_flight(self, batch: DecodeBatch, *, launch: bool) -> None:
         self._in_flight = None
-        self._finish_uniform(batch, waiting.get_logits(self._raw), launch=launch)
+        logits = waiting.get_logits(self._raw)
+        if self.head is not None:
+            self.head.read(self._batch, ahead=1)
+        self._finish_uniform(batch, logits, launch=launch)
 
     # --- a mixed step -------------------------------------------------------------------------------------------------
 
     def _step_mixed(self, jobs: Mapping[int, LlamaCppJob], drafts: Drafts) -> int | None:
         """Prompts, drafts and streams in one decode. Returns the number of drafted rows; None if the decode failed."""
-        work = [
-            SequenceWork(
-                index,
-                job.pending,
-                job.generating,
-                job.arrival,
-                len(drafts.get(index, ())),
-                job.most_rows,
-                (job.cache, job.prompt.scope),
-            )
-            for index, job in jobs.items()
-        ]
-        slices = plan_batch(work, self._prompt_rows.budget(work, time.monotonic()))
+        slices = plan_batch([self._work(index, drafts) for index in jobs], self._row_budget(len(jobs)))
         if not slices:  # all of them wait for the encoder
             return None
         rows = self._fill_batch(slices, drafts)
         started = time.perf_counter()
         if not self._decode(part.sequence for part in slices):
             return None
-        self._prompt_rows.took(self._batch.size, time.perf_counter() - started)
+        if not all(job.generating for job in jobs.values()):
+            self._prompt_rows.took(self._batch.size, time.perf_counter() - started)
         prompts_only = not any(job.generating for job in jobs.values())
         self.kv.after_decode(self._batch.size if prompts_only else 0, started)
         for part in slices:
             self._advance(part, rows[part.sequence], drafts.get(part.sequence, [])[: part.drafted])
         self._uniform = None  # accepted drafts change lengths that the uniform batch relies on
         return sum(part.drafted for part in slices)
+
+    def _work(self, index: int, drafts: Drafts | None = None) -> SequenceWork:
+        job = self.jobs[index]
+        owner, drafted = (job.cache, job.prompt.scope), len((drafts or {}).get(index, ()))
+        return SequenceWork(index, job.pending, job.generating, job.arrival, drafted, job.most_rows, owner)
+
+    def _row_budget(self, selected: int) -> int:
+        """The rows of a step of so many jobs. All streams of the engine wait for it, those of other contexts, too."""
+        work = [self._work(index) for index in self.jobs]
+        beside = [each for other in self.neighbours for index in other.jobs if (each := other._work(index)).generating]
+        turns = -(-len(work) // selected) + sum(bool(other.jobs) for other in self.neighbours)
+        return self._prompt_rows.budget([*work, *beside], time.monotonic(), turns)
 
     def _fill_batch(self, slices: list[BatchSlice], drafts: Drafts) -> dict[int, int]:
         """Returns the first row of each sequence that has logits."""
@@ -292,7 +350,7 @@ class LlamaContext:
             ids = job.ids[job.n_past : job.n_past + part.count]
             if part.drafted:
                 ids = np.concatenate((ids, np.asarray(drafts[index][: part.drafted], np.int32)))
-            wants_all = job.prompt.prompt_logprobs is not None and not job.generating
+            wants_all = job.wants_logits and not job.generating
             drafted = len(ids) - 1 if wants_all else part.drafted
             position = job.n_past - job.shift
             rows[index] = self._batch.add(ids, position, index, last=part.last or wants_all, drafted=drafted)
@@ -304,7 +362,7 @@ class LlamaContext:
         job.n_past += part.count
         if not job.generating:
             cache.evaluated += part.count
-            if job.prompt.prompt_logprobs is not None:
+            if job.prompt.prompt_logprobs is not None and job.n_past - part.count >= job.logprobs_from:
                 row = self._report_prompt(job, row, part.count, job.prompt.prompt_logprobs)
         finish: Finish | None = None
         if part.last and not job.prompt.max_tokens:
@@ -355,8 +413,8 @@ class LlamaContext:
 
     @property
     def has_work(self) -> bool:
-        if self.encoder is None:
-            return bool(self.jobs)
+        if self.encoder is None or not self.jobs:
+            return bool(self.jobs or self._held)
         return any(not job.is_waiting for job in self.jobs.values())
 
     def _step_media(self, encoder: MediaEncoder) -> None:
@@ -384,7 +442,7 @@ class LlamaContext:
         """A chunk that is read without a causal mask is one decode: each of its rows sees all of them."""
         chunk, cache = job.chunks[0], self.caches[job.cache]
         first = job.n_past - chunk.start
-        count = min(self._n_ubatch, chunk.tokens - first) if chunk.is_causal else chunk.tokens
+        count = min(self._row_budget(len(self.jobs)), chunk.tokens - first) if chunk.is_causal else chunk.tokens
         self._set_adapters(job.prompt.adapters)
         batch = VectorBatch(vectors[first : first + count], chunk.positions[:, first : first + count], job.slot.index)
         if not chunk.is_causal:
@@ -430,11 +488,15 @@ class LlamaContext:
         self._in_flight = None
         for index in list(self.jobs):
             self._finish(index, "error", error)
+        for job, *_ in self._held:
+            self._end_held(job, "error", error)
+        self._held = []
 
     # --- the rest -----------------------------------------------------------------------------------------------------
 
     def uses_adapter(self, adapter: str) -> bool:
-        return any(name == adapter for job in self.jobs.values() for name, _ in job.prompt.adapters)
+        jobs = (*self.jobs.values(), *(job for job, *_ in self._held))
+        return any(name == adapter for job in jobs for name, _ in job.prompt.adapters)
 
     def drop_adapter(self, adapter: str) -> None:
         """Before it is unloaded."""

@@ -39,7 +39,7 @@ from modelyard.core.errors import (
 from modelyard.engines.in_process import ThreadedEngine
 from modelyard.engines.llama_cpp import adapters, loading
 from modelyard.engines.llama_cpp.adapters import LoraAdapters, parse_adapter_argument
-from modelyard.engines.llama_cpp.binding import ThreadPool, lib
+from modelyard.engines.llama_cpp.binding import ThreadPool, lib, short
 from modelyard.engines.llama_cpp.context import LlamaContext
 from modelyard.engines.llama_cpp.embedding import Embedder
 from modelyard.engines.llama_cpp.estimate import max_outputs, rows_per_stream
@@ -50,13 +50,16 @@ from modelyard.engines.llama_cpp.kv_store import KvStore, store_folder
 from modelyard.engines.llama_cpp.media import MediaEncoder, Projector
 from modelyard.engines.llama_cpp.media_tokens import text_ids
 from modelyard.engines.llama_cpp.model_shape import ModelShape
+from modelyard.engines.llama_cpp.mtp import MtpDrafter, MtpHead, require_heads
 from modelyard.engines.llama_cpp.options import CAPABILITIES, Options, context_layouts, model_capabilities
 from modelyard.engines.llama_cpp.sampler import Sampler
 from modelyard.engines.llama_cpp.sampler_chain import DrySamplers
 from modelyard.engines.llama_cpp.sequence_manager import SequenceManager, share_caches
 from modelyard.engines.llama_cpp.speculation import DraftModel, NgramDrafter, Speculator
+from modelyard.engines.llama_cpp.threads import AdaptiveThreads
 from modelyard.library import variants
-from modelyard.library.gguf import ModelPurpose
+from modelyard.library.architectures import may_share_batch
+from modelyard.library.gguf import ModelPurpose, read_architecture
 from modelyard.library.model_files import locate_model_file
 from modelyard.plugins import MissingLibrary
 
@@ -75,6 +78,7 @@ class LlamaCppEngine(ThreadedEngine[LlamaCppJob]):
     _embedder: Embedder
     _masks: GrammarMasks
     _thread_pool: ThreadPool
+    _threads: AdaptiveThreads
 
     def __init__(self, spec: EngineSpec) -> None:
         super().__init__(spec, EngineInfo("llama_cpp", dict(spec.caches), CAPABILITIES))  # completed when it is loaded
@@ -114,11 +118,14 @@ class LlamaCppEngine(ThreadedEngine[LlamaCppJob]):
         capabilities = model_capabilities(purpose, options)
         self.info = replace(self.info, caches=dict(self.spec.caches), capabilities=capabilities)
         defer = self._resources.callback
+        if options.speculation == "mtp":
+            require_heads(shape)
         self._model = loading.load_model(path, options, report)
         defer(lib.llama_model_free, self._model)
         self._vocab = lib.llama_model_get_vocab(self._model)
         self.n_vocab = lib.llama_vocab_n_tokens(self._vocab)
-        self._thread_pool = ThreadPool(loading.max_threads(self.spec))
+        most = loading.max_threads(self.spec)
+        self._thread_pool, self._threads = ThreadPool(most), AdaptiveThreads(most)
         defer(self._thread_pool.close)
         attach = self._thread_pool.attach
         if capabilities.generates:
@@ -166,7 +173,15 @@ class LlamaCppEngine(ThreadedEngine[LlamaCppJob]):
             if vectors is not None:
                 vectors.apply(raw)
             self._contexts.append(context)
-            context.speculator = self._create_speculator(context)
+            context.threads = self._threads if loading.may_vary_threads(layout.info, options) else None
+            context.shares_batch = may_share_batch(read_architecture(path))
+            if not context.shares_batch and layout.info.parallel > 1:
+                log.warning(
+                    "%r: llama.cpp was not seen to compute several sequences of this architecture in one batch as "
+                    "it does one, so each has its own",
+                    self.spec.model,
+                )
+            context.speculator = self._create_speculator(context, raw)
             if in_graph and (sequences := layout.info.parallel) <= MAX_SEQUENCES:
                 has_memory = partial(loading.has_memory_left, options)
                 context.graph_sampler = GraphSampler(raw, sequences, accepts=sampled > 1, has_memory=has_memory)
@@ -175,6 +190,8 @@ class LlamaCppEngine(ThreadedEngine[LlamaCppJob]):
             defer(encoder.close)
             for context in self._contexts:
                 context.encoder = encoder
+        for context in self._contexts:
+            context.neighbours = [other for other in self._contexts if other is not context]
         created = {name: cache for context in self._contexts for name, cache in context.caches.items()}
         self._caches = {name: created[name] for name in self.spec.caches}
         if options.share_across_caches:
@@ -183,7 +200,7 @@ class LlamaCppEngine(ThreadedEngine[LlamaCppJob]):
             self._kv_store = KvStore(folder, self.spec, path, self._adapters, self._caches.values())
             self._kv_store.restore_all(self._caches.values(), lambda: self._stop_error is None)
 
-    def _create_speculator(self, context: LlamaContext) -> Speculator | None:
+    def _create_speculator(self, context: LlamaContext, raw: Any) -> Speculator | None:
         options: Options = self.spec.options
         if options.speculation == "off":
             return None
@@ -192,9 +209,19 @@ class LlamaCppEngine(ThreadedEngine[LlamaCppJob]):
             if options.speculation != "auto":
                 log.warning("the model %r cannot rewind: no speculation in the cache %r", self.spec.model, name)
             return None
+        if options.speculation == "mtp":
+            return self._create_head(context, raw, name, options)
         draft_model = self._draft_model
         drafter = NgramDrafter() if draft_model is None else draft_model.create_drafter(name, info)
-        return Speculator(drafter, options.draft_n_max, info.window, measured=options.speculation == "auto")
+        return Speculator(drafter, options.max_draft, info.window, measured=options.speculation == "auto")
+
+    def _create_head(self, context: LlamaContext, raw: Any, name: str, options: Options) -> Speculator:
+        info = context.layout.info
+        head = MtpHead(raw, name, info, options)
+        self._thread_pool.attach(head.context)
+        context.head = head
+        context.kv.attach(head, short.model_n_layer_nextn(self._model))
+        return Speculator(MtpDrafter(head, options.draft_p_min), options.max_draft, info.window, measured=True)
 
     def _after_shutdown(self) -> None:
         """The engine closes even if saving fails."""
@@ -212,7 +239,7 @@ class LlamaCppEngine(ThreadedEngine[LlamaCppJob]):
     # --- the event loop's side ----------------------------------------------------------------------------------------
 
     def _create_job(self, prompt: Prompt, cache: str, window: int) -> LlamaCppJob:
-        if prompt.has_media and prompt.prompt_logprobs is not None:
+        if prompt.has_media and prompt.prompt_logprobs is not None and prompt.logprobs_last is None:
             raise Unsupported("the tokens of images have no log probabilities", code="prompt_logprobs_unsupported")
         if prompt.has_media and not isinstance(prompt.parts[-1], TokenRun):
             raise InvalidRequest("a prompt cannot end with an image or audio", code="invalid_image")
@@ -259,7 +286,7 @@ class LlamaCppEngine(ThreadedEngine[LlamaCppJob]):
         caches, contexts = list(self._caches.values()), list(self._contexts)
         speculators = [context.speculator for context in contexts if context.speculator is not None]
         return EngineStats(
-            running=sum(len(context.jobs) for context in contexts),
+            running=sum(cache.running for cache in caches),
             sequences=sum(len(cache.slots) for cache in caches),
             occupied_tokens=sum(len(slot.tokens) for cache in caches for slot in cache.slots),
             reused_tokens=sum(cache.reused for cache in caches),
@@ -305,13 +332,16 @@ class LlamaCppEngine(ThreadedEngine[LlamaCppJob]):
 
     def _step(self) -> None:
         for context in self._contexts:
-            if context.jobs:
+            if context.jobs or context.has_work:
                 context.step()
         self._dispatch.flush()
 
     def _finish_step(self) -> None:
         for context in self._contexts:
             context.flush()
+
+    def _idle_work(self) -> bool:
+        return any(cache.park_ahead() for cache in self._caches.values())
 
     def _admit(self, job: LlamaCppJob) -> None:
         cache = self._caches[job.cache]

@@ -49,10 +49,28 @@ def require_supported(file: Path, architecture: str) -> None:
         )
 
 
+def require_mtp_layers(model: ModelShape) -> None:
+    """Raises for a file that cannot draft with its own layers."""
+    if not model.mtp_layers:
+        unused = f"the MTP layers of {model.architecture} are not run by this engine"
+        reason = unused if model.unused_mtp_layers else "the file has no MTP layers"
+        raise InvalidRequest(f"speculation = mtp is not possible: {reason}", code="mtp_unavailable")
+
+
 # --- the sums ---------------------------------------------------------------------------------------------------------
 
 
-def draft_shape(options: Options) -> ModelShape | None:
+def with_heads(options: Options, model: ModelShape) -> Options:
+    """What `auto` means for a model that has its own heads."""
+    if options.speculation != "auto" or options.draft_model_path is not None or not model.mtp_layers:
+        return options
+    return options.model_copy(update={"speculation": "mtp"})
+
+
+def draft_shape(options: Options, model: ModelShape) -> ModelShape | None:
+    """What drafts: the model's own heads, or a draft model. The weights of the heads are in the model's file."""
+    if options.speculation == "mtp":
+        return model.head_shape()
     if not options.uses_draft_model or options.draft_model_path is None:
         return None
     return read_model_shape(locate_model_file(options.draft_model_path))
@@ -124,7 +142,7 @@ def max_outputs(info: CacheInfo, options: Options) -> int:
 
 def rows_per_stream(options: Options) -> int:
     """Of a step, at most: its token and its draft."""
-    return 1 if options.speculation == "off" else 1 + options.draft_n_max
+    return 1 if options.speculation == "off" else 1 + options.max_draft
 
 
 def contexts_bytes(model: ModelShape, caches: Mapping[str, CacheInfo], options: Options) -> int:

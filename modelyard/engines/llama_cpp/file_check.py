@@ -112,6 +112,8 @@ def explain(code: int | None, output: str) -> str | None:
         if found is not None and _DUPLICATE_TOKENS in found[1]:
             return "two tokens of its vocabulary are equal, which llama.cpp does not read; convert the model again"
         why = f"{name}, {found[1].strip()}" if found is not None else name
+        if found is not None:  # a whole file may be of a kind that llama.cpp asserts it never sees
+            return f"llama.cpp died while {stage} ({why}); it does not support this model, or the file is damaged"
         return f"llama.cpp died while {stage} ({why}); the file is damaged, fetch it again"
     return (output.strip().splitlines() or [f"exit code {code}"])[-1]
 

@@ -163,7 +163,23 @@ class LlamaCppJob(InProcessJob):
         rows = (self.checkpoint_positions[0] if self.checkpoint_positions else self.length) - self.n_past
         if self.chunks:
             rows = max(0, min(rows, self.chunks[0].start - self.n_past))
-        return rows if self.prompt.prompt_logprobs is None else min(rows, LOGIT_ROWS)
+        if self.prompt.prompt_logprobs is None:
+            return rows
+        before = self.logprobs_from - self.n_past
+        return min(rows, before if before > 0 else LOGIT_ROWS)
+
+    @property
+    def logprobs_from(self) -> int:
+        """The first token of the prompt after which the next one has a log probability; its length if none has."""
+        last = self.prompt.logprobs_last
+        if self.prompt.prompt_logprobs is None:
+            return self.prompt_tokens
+        return 0 if last is None else max(0, self.prompt_tokens - last - 1)
+
+    @property
+    def wants_logits(self) -> bool:
+        """Of each token of the prompt that it reads next."""
+        return self.prompt.prompt_logprobs is not None and self.n_past >= self.logprobs_from
 
     @property
     def next_chunk(self) -> MediaChunk | None:

@@ -63,7 +63,7 @@ def current(spec: EngineSpec, cache: str) -> dict[str, Value]:
         "type_k": info.type_k.lower(),
         "type_v": info.type_v.lower(),
         "speculation": options.speculation,
-        "draft_n_max": options.draft_n_max,
+        "draft_n_max": options.max_draft,
     }
 
 

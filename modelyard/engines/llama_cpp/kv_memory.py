@@ -8,18 +8,22 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from ctypes import POINTER, c_uint8
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from modelyard.core.engine import CacheInfo
+from modelyard.core.errors import Internal
 from modelyard.engines.llama_cpp.binding import lib, short
 from modelyard.engines.llama_cpp.loading import uses_gpu
 from modelyard.engines.llama_cpp.media_tokens import count_positions, whole_chunks
 from modelyard.engines.llama_cpp.options import Options, flash_attention_mode
 from modelyard.engines.llama_cpp.sequences import CopyCosts, CopyMethod, MovedBlock, TokenIds, is_intact
+
+if TYPE_CHECKING:
+    from modelyard.engines.llama_cpp.mtp import MtpHead
 
 KvBytes = npt.NDArray[np.uint8]
 
@@ -36,6 +40,7 @@ class KvLayout(Struct, frozen=True):
     flash_attn: str
     streams: int
     swa_full: bool
+    heads: int = 0  # MTP layers, whose KV goes with it
 
 
 def kv_layout(info: CacheInfo, options: Options) -> KvLayout:
@@ -64,6 +69,11 @@ class KvMemory:
         # either sequence would be copied or overwritten.
         self._copy_targets: set[int] = set()
         self._copy_sources: set[int] = set()
+        self._head: MtpHead | None = None
+
+    def attach(self, head: MtpHead, heads: int) -> None:
+        """MTP layers: their KV goes wherever this one goes."""
+        self._head, self.layout = head, structs.replace(self.layout, heads=heads)
 
     @property
     def can_rewind(self) -> bool:
@@ -81,11 +91,15 @@ class KvMemory:
 
     def clear(self, index: int) -> None:
         short.memory_seq_rm(self._memory, index, -1, -1)
+        if self._head is not None:
+            self._head.clear(index)
 
     def cut(self, index: int, tokens: TokenIds, keep: int) -> bool:
         """Cuts a sequence of these tokens to the first `keep`; False if the model cannot go back so far. llama.cpp
         accepts a cut even if what a sliding window needs is gone, so the positions are checked."""
         end = count_positions(tokens[:keep])
+        if self._head is not None:
+            self._head.cut(index, end)
         if self._only_forward and keep < len(tokens):
             return False  # llama.cpp would take a state of an earlier decode as that of this one
         if keep <= 0 or not short.memory_seq_rm(self._memory, index, end, -1):
@@ -113,6 +127,8 @@ class KvMemory:
             short.memory_seq_rm(self._memory, index, block.target, block.source)
             end, distance = block.source + block.count, block.target - block.source
             short.memory_seq_add(self._memory, index, block.source, end, distance)
+        if self._head is not None:
+            self._head.move(index, blocks)
         return True
 
     # --- as bytes -----------------------------------------------------------------------------------------------------
@@ -128,13 +144,18 @@ class KvMemory:
             return None
         data = np.empty(size, np.uint8)
         written = lib.llama_state_seq_get_data_ext(self._context, _pointer(data), size, index, flags)
-        return data if written == size else None
+        if written != size or self._head is None:
+            return data if written == size else None
+        position = short.memory_seq_pos_max(self._memory, index) + 1
+        return np.concatenate((data, self._head.export(index, position, partial=partial)))
 
     def restore(self, index: int, data: KvBytes, *, partial: bool = False) -> bool:
         """Replaces the sequence's KV. After False it is undefined: clear it."""
         if not self._is_writable(index):
             return False
         flags = _PARTIAL if partial else _ALL
+        if self._head is not None:
+            data = data[: data.nbytes - self._head.restore(index, data, partial=partial)]
         read = lib.llama_state_seq_set_data_ext(self._context, _pointer(data), data.nbytes, index, flags)
         return bool(read == data.nbytes)
 
@@ -168,8 +189,26 @@ class KvMemory:
         # llama.cpp asserts that a copy between streams is not partial: copy all, then cut.
         self.clear(target)
         short.memory_seq_cp(self._memory, index, target, -1, -1)
+        if self._head is not None:
+            self._head.copy(index, target, short.memory_seq_pos_max(self._memory, index) + 1)
         self._copy_sources.add(index)
         self._copy_targets.add(target)
+        return True
+
+    @property
+    def can_exchange(self) -> bool:
+        """Exported KV lacks what is behind a sliding window: a sequence that could be cut could not be any more."""
+        return self.can_rewind_copies or not self.can_rewind
+
+    def exchange(self, index: int, other: int) -> bool:
+        """Two sequences get each other's KV. False: nothing has changed; None of it is left if llama.cpp refuses."""
+        if not (self.can_exchange and self._is_writable(index) and self._is_writable(other)):
+            return False
+        states = self.export(index), self.export(other)
+        for target, state in zip((other, index), states, strict=True):
+            self.clear(target)
+            if state is not None and not self.restore(target, state):
+                raise Internal("llama.cpp refused KV that it had exported")
         return True
 
     def _copy_state(self, source: KvMemory, index: int, target: int) -> bool:

@@ -22,7 +22,7 @@ from msgspec import Struct
 
 from modelyard.core.request import Priority
 from modelyard.engines.llama_cpp.kv_memory import KvBytes, KvLayout
-from modelyard.engines.llama_cpp.sequences import AdapterSet, Checkpoint, Checkpoints, TokenIds
+from modelyard.engines.llama_cpp.sequences import ALL, AdapterSet, Checkpoint, Checkpoints, TokenIds
 
 _MAGIC, _VERSION = b"MYARD-KV", 2
 _PREFIX = struct.Struct("<8sII")
@@ -56,6 +56,9 @@ class KvSnapshot(Struct, frozen=True):
     priority: Priority = "main"
     adapter_versions: AdapterVersions = ()
     scope: str = ""
+    exact: int = ALL  # as in `SequenceSlot`, like the next two, which are not in its file
+    file: str | None = None
+    saved: int = 0
 
     @property
     def size(self) -> int:
@@ -72,6 +75,7 @@ class SnapshotHeader(Struct, frozen=True):
     state: int  # bytes
     checkpoints: tuple[tuple[int, int], ...]  # tokens and bytes of each
     scope: str = ""
+    exact: int = ALL
 
     @property
     def payload(self) -> int:
@@ -117,6 +121,7 @@ def encode_snapshot(origin: KvOrigin, snapshot: KvSnapshot) -> Iterator[Buffer]:
         snapshot.state.nbytes,
         tuple((each.tokens, each.size) for each in snapshot.checkpoints),
         snapshot.scope,
+        snapshot.exact,
     )
     encoded = msgspec.json.encode(header)
     arrays = (tokens.view(np.uint8), snapshot.state, *(each.data for each in snapshot.checkpoints))
@@ -160,6 +165,7 @@ def decode_snapshot(file: BufferedReader, size: int, check: Callable[[SnapshotHe
         header.priority,
         header.adapter_versions,
         header.scope,
+        header.exact,
     )
 
 

@@ -12,8 +12,9 @@ import logging
 import os
 import re
 import secrets
+import shutil
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ from modelyard.engines.llama_cpp.kv_snapshot import (
 from modelyard.engines.llama_cpp.loading import ROPE_OPTIONS
 from modelyard.engines.llama_cpp.options import Options
 from modelyard.engines.llama_cpp.sequence_manager import SequenceManager
-from modelyard.engines.llama_cpp.sequences import AdapterSet, SequenceSlot
+from modelyard.engines.llama_cpp.sequences import MIN_COPY, AdapterSet, SequenceSlot
 from modelyard.library.attempts import Attempts
 from modelyard.library.cache_dir import cache_dir
 from modelyard.library.model_files import split_parts
@@ -49,11 +50,14 @@ log = logging.getLogger(__name__)
 RunOnThread = Callable[[Callable[[], Any]], Awaitable[Any]]  # between two steps of the engine
 
 _PROGRESS_BYTES = 512 << 20  # a large file logs its progress
+_MIN_FREE = 1 << 30  # bytes of the disk that saved KV leaves alone
 _POSITION_OPTIONS = ("rope_scaling", *ROPE_OPTIONS)
 
 
-def store_folder(options: Options) -> Path | None:
+def store_folder(options: Options, env: Mapping[str, str] = os.environ) -> Path | None:
     """None if kv_store is off."""
+    if options.kv_store == "auto":
+        return None if env.get("MODELYARD_KV_STORE") == "off" else cache_dir() / "kv"
     if isinstance(options.kv_store, str):
         return Path(options.kv_store).expanduser()
     return cache_dir() / "kv" if options.kv_store else None
@@ -65,6 +69,7 @@ class KvStore:
     ) -> None:
         options: Options = spec.options
         self._folder = SnapshotFolder(folder, spec.model, options.kv_store_mb << 20)
+        self._least = MIN_COPY if options.kv_store == "auto" else 1  # tokens
         self._adapters = adapters
         model = file_identity(split_parts(file))
         values = {name: getattr(options, name) for name in _POSITION_OPTIONS}
@@ -80,16 +85,26 @@ class KvStore:
 
     def save_all(self, caches: Iterable[SequenceManager]) -> None:
         for cache in caches:
+            for parked in cache.parked_only:
+                if len(parked.tokens) >= self._least:
+                    self._save_parked(cache, parked)
             for slot in _oldest_first(cache):
-                snapshot = self._snapshot(cache, slot)
+                snapshot = self._snapshot(cache, slot) if len(slot.tokens) >= self._least else None
                 file = self._write(cache, snapshot) if snapshot is not None else None
                 if snapshot is not None and file is not None:
                     self._mark_saved(cache, slot, snapshot, file)
 
+    def _save_parked(self, cache: SequenceManager, parked: KvSnapshot) -> None:
+        if parked.file is not None and parked.saved == len(parked.tokens) and self._folder.touch(parked.file):
+            return
+        versions = self._adapters.versions(parked.adapters)
+        if self._write(cache, replace(parked, adapter_versions=versions)) is not None and parked.file is not None:
+            Path(parked.file).unlink(missing_ok=True)
+
     def restore_all(self, caches: Iterable[SequenceManager], is_wanted: Callable[[], bool]) -> None:
         for cache in caches:
             for file in self._folder.files(cache.name):
-                if not is_wanted() or cache.empty_slot is None:
+                if not is_wanted() or not cache.has_room:
                     break
                 with Attempts().trying(f"kv {file}") as may_try:
                     if may_try:
@@ -145,7 +160,7 @@ class KvStore:
         # An adapter may have been unloaded since the file was read.
         if snapshot is None or self._adapters.versions(snapshot.adapters) != snapshot.adapter_versions:
             return
-        if cache.adopt(snapshot, file):
+        if cache.adopt(snapshot, file) or cache.adopt_parked(snapshot, file):
             log.info("restored KV of %d tokens of the cache %r", len(snapshot.tokens), cache.name)
         else:
             log.info("the saved KV in %s is not restored: the cache %r has it or has no room", file, cache.name)
@@ -201,6 +216,10 @@ class SnapshotFolder:
             return None
         stem = f"{_slug(origin.cache)}-{secrets.token_hex(8)}"
         try:
+            self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if (free := shutil.disk_usage(self.root).free) < snapshot.size + _MIN_FREE:
+                log.warning("the KV of the cache %r is not saved: the disk has %d MiB left", origin.cache, free >> 20)
+                return None
             return self._write(snapshot.size, encode_snapshot(origin, snapshot), stem)
         except OSError as error:
             log.warning("the KV of the cache %r cannot be saved in %s: %s", origin.cache, self.folder, error)

@@ -10,43 +10,12 @@ import platform
 import re
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from msgspec import structs
 
 from modelyard.core.engine import AvailableMemory
 from modelyard.library.llama_cpp_package import library_folder
 from modelyard.plugins import MissingLibrary
-
-# What the C code of the releases that we support fills in. With another layout the values would be in other fields.
-CONTEXT_DEFAULTS: dict[str, Any] = {
-    "n_ctx": 512,
-    "n_batch": 2048,
-    "n_ubatch": 512,
-    "n_seq_max": 1,
-    "rope_scaling_type": -1,
-    "flash_attn_type": -1,
-    "yarn_ext_factor": -1.0,
-    "type_k": 1,
-    "type_v": 1,
-    "offload_kqv": True,
-    "swa_full": True,
-    "kv_unified": False,
-    "n_samplers": 0,
-    "ctx_other": None,
-}
-MODEL_DEFAULTS: dict[str, Any] = {
-    "devices": None,
-    "n_gpu_layers": -1,
-    "split_mode": 1,
-    "load_mode": -1,
-    "main_gpu": 0,
-    "vocab_only": False,
-    "check_tensors": False,
-    "use_extra_bufts": True,
-    "no_alloc": False,
-}
-
 
 # --- GPUs -------------------------------------------------------------------------------------------------------------
 

@@ -30,6 +30,7 @@ from modelyard.engines.llama_cpp.estimate import (
     format_size,
     offloaded_layers,
     require_supported,
+    with_heads,
 )
 from modelyard.engines.llama_cpp.model_shape import ModelShape, read_model_shape
 from modelyard.engines.llama_cpp.offload import fit_to_memory, limit_memory
@@ -128,10 +129,11 @@ def check_before_loading(path: Path, spec: EngineSpec) -> ModelShape | None:
     except InvalidRequest:
         return None
     require_supported(path, model.architecture)
+    spec = resolve_speculation(spec, model)
     spec = fit_spec(limit_windows(spec, model), model)
     if not spec.options.scales_positions:
         warn_about_trained_length(spec, model.trained, "; rope_scaling and rope_freq_scale can help")
-    check_memory(model, spec.model, spec.options, spec.caches, draft_shape(spec.options))
+    check_memory(model, spec.model, spec.options, spec.caches, draft_shape(spec.options, model))
     return model
 
 
@@ -192,7 +194,7 @@ def fit_spec(spec: EngineSpec, model: ModelShape | None, share: float = 1.0) -> 
         return spec
     free = free_memory(options)
     free = structs.replace(free, gpus={name: int(share * size) for name, size in free.gpus.items()})
-    choice = fit_to_memory(model, options, spec.caches, free, draft_shape(options))
+    choice = fit_to_memory(model, options, spec.caches, free, draft_shape(options, model))
     log.info("%r is fitted to the memory: %s", spec.model, choice.description)
     return structs.replace(spec, options=choice.options, caches=dict(choice.caches))
 
@@ -217,7 +219,8 @@ def resolve_gpu_layers(spec: EngineSpec, model: ModelShape | None) -> EngineSpec
     if not uses_gpu(options):
         return spec
     free = free_memory(options)
-    layers = -1 if model is None else offloaded_layers(model, options, spec.caches, free, draft_shape(options))
+    draft = None if model is None else draft_shape(options, model)
+    layers = -1 if model is None else offloaded_layers(model, options, spec.caches, free, draft)
     if model is not None and free.gpus:
         log.info(
             "%d of %d layers of %r go to the GPU (n_gpu_layers = %s): %s of its memory are free",
@@ -240,7 +243,15 @@ def limit_windows(spec: EngineSpec, model: ModelShape | None) -> EngineSpec:
 
 def prepare_spec(spec: EngineSpec, model: ModelShape | None, share: float = 1.0) -> EngineSpec:
     """As it is loaded. `share` of the GPU's free memory is for what `fit` chooses."""
-    return resolve_options(fit_spec(limit_windows(spec, model), model, share), model)
+    spec = resolve_speculation(limit_windows(spec, model), model)
+    return resolve_options(fit_spec(spec, model, share), model)
+
+
+def resolve_speculation(spec: EngineSpec, model: ModelShape | None) -> EngineSpec:
+    """`auto` drafts with the model's own heads, if the file has them and the library can run them."""
+    if model is None or lib.lacks("mtp") or (options := with_heads(spec.options, model)) is spec.options:
+        return spec
+    return structs.replace(spec, options=options)
 
 
 def resolve_options(spec: EngineSpec, model: ModelShape | None) -> EngineSpec:
@@ -272,7 +283,7 @@ def load_model(path: Path, options: Options, report: Callable[[float], bool]) ->
     file_check.check_weights(path, lambda: report(0.0))
     params = lib.llama_model_default_params()
     params.n_gpu_layers = -1 if options.n_gpu_layers == "auto" else options.n_gpu_layers
-    params.load_mode = load_mode(options)
+    params.load_mode, params.load_mtp = load_mode(options), options.speculation == "mtp"
     placement = TensorPlacement(options)
     placement.apply(params)
     params.progress_callback = callback = lib.llama_progress_callback(_with_huge_pages(report))
@@ -395,6 +406,17 @@ def create_context(model: Any, name: str, info: CacheInfo, options: Options, out
     return _create_context(model, params, f"the cache {name!r}")
 
 
+def create_head_context(
+    model: Any, name: str, info: CacheInfo, options: Options, target: Any, outputs: int, kind: int
+) -> Any:
+    """A context of the model's MTP layers, for drafts of the target. It can always be cut."""
+    params = context_parameters(info, options)
+    params.ctx_type, params.ctx_other, params.n_rs_seq, params.swa_full = kind, target, 0, True
+    params.n_batch = max(params.n_batch, outputs)
+    params.n_outputs_max = outputs
+    return _create_context(model, params, f"the MTP context of the cache {name!r}")
+
+
 def create_embedding_context(model: Any, options: Options, cells: int, sequences: int, pooling: Pooling) -> Any:
     """A context that returns vectors: with the pooling `none` of each token, else of each sequence. Its sequences share
     one pool of cells: they are read and forgotten together."""
@@ -427,6 +449,11 @@ def context_parameters(info: CacheInfo, options: Options) -> Any:
     params.kv_unified, params.no_perf = False, True
     params.swa_full = options.swa_full
     params.n_rs_seq = options.rollback  # 0 for models that cannot do that
+    if options.moe_cache_mb:
+        if not hasattr(params, "moe_cache_size"):
+            message = f"moe_cache_mb needs llama.cpp of build 11549 or later; the library in use is {lib.version}"
+            raise InvalidRequest(message, code="option_unsupported")
+        params.moe_cache_size = options.moe_cache_mb << 20
     if options.rope_scaling is not None:
         params.rope_scaling_type = _ROPE_SCALING_TYPES[options.rope_scaling]
     for name in ROPE_OPTIONS:  # unset: as the file says
@@ -444,10 +471,16 @@ def _kv_type(name: str) -> int:
 
 
 def thread_counts(info: CacheInfo, options: Options) -> tuple[int, int]:
-    """For single tokens and for batches. The default is the number of physical cores: llama.cpp's threads spin while
-    they wait for each other, so one too many costs more than it brings."""
+    """For single tokens and for batches. The default is the number of physical cores, and `threads.py` uses as many of
+    them as pay: llama.cpp's threads spin while they wait for each other, so one too many costs more than it brings."""
     single = cores.bounded(options.for_cache(info).n_threads or cores.physical(), "n_threads")
     return single, cores.bounded(options.n_threads_batch or single, "n_threads_batch")
+
+
+def may_vary_threads(info: CacheInfo, options: Options) -> bool:
+    """Numbers that a user sets are used as they are, and a GPU computes with any."""
+    fixed = options.for_cache(info).n_threads or options.n_threads_batch
+    return fixed is None and not lib.llama_supports_gpu_offload()
 
 
 def max_threads(spec: EngineSpec) -> int:

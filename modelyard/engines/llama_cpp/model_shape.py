@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from modelyard.core.errors import InvalidRequest
 from modelyard.library import architectures
@@ -39,6 +39,10 @@ ROLLBACK_ARCHITECTURES = frozenset(
 )
 
 
+# Those whose one MTP layer was seen to draft as its model does.
+MTP_ARCHITECTURES = frozenset(("qwen35", "qwen35moe"))
+
+
 class ModelShape(Struct, frozen=True):
     """`key` and `value` are the widths of one token's KV, summed over the layers that keep all tokens; `sliding_key`
     and `sliding_value` are those of the layers that need only the last `sliding_window`. `padded_value` is `value`
@@ -65,6 +69,17 @@ class ModelShape(Struct, frozen=True):
     purpose: ModelPurpose = ModelPurpose()
     architecture: str = ""
     positions: int | None = None  # rows of the table of learned positions: no text may be longer
+    mtp_layers: int = 0  # that can draft
+    unused_mtp_layers: int = 0  # of an architecture whose MTP layers are not run
+    mtp_key: int = 0  # widths of one token's KV in the MTP layers
+    mtp_value: int = 0
+
+    def head_shape(self) -> ModelShape | None:
+        """The MTP layers as a model of their own; their weights count for the model."""
+        if not self.mtp_layers:
+            return None
+        own = {"weights": 0, "files": (), "layers": self.mtp_layers, "key": self.mtp_key, "value": self.mtp_value}
+        return structs.replace(self, **own, sliding_key=0, sliding_value=0, padded_value=None, state=0)
 
 
 def read_model_shape(file: Path) -> ModelShape:
@@ -105,7 +120,17 @@ def _model_shape(metadata: Mapping[str, Any], files: tuple[tuple[int, list[Tenso
         purpose=model_purpose(metadata),
         architecture=facts.architecture,
         positions=tensors[_POSITION_TABLE][0] if _POSITION_TABLE in tensors else None,
+        **_mtp_layers(facts),
     )
+
+
+def _mtp_layers(facts: _Facts) -> dict[str, int]:
+    count = facts.number("nextn_predict_layers")
+    if facts.architecture not in MTP_ARCHITECTURES:
+        return {"unused_mtp_layers": count}
+    heads = sum(facts.kv_heads[facts.layers :])
+    key, value = (facts.number(f"attention.{name}", facts.head_size) for name in ("key_length", "value_length"))
+    return {"mtp_layers": count, "mtp_key": heads * key, "mtp_value": heads * value}
 
 
 class _Facts:

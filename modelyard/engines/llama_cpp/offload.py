@@ -26,6 +26,7 @@ from modelyard.engines.llama_cpp.estimate import (
     estimate_memory,
     layers_that_fit,
     memory_by_device,
+    with_heads,
 )
 from modelyard.engines.llama_cpp.library import visible_memory
 from modelyard.engines.llama_cpp.model_shape import ModelShape, read_model_shape
@@ -50,7 +51,9 @@ class FitChoice(Struct, frozen=True):
 
 
 def estimate(spec: EngineSpec, machine: AvailableMemory) -> MemoryEstimate:
-    model, draft = read_model_shape(locate_model_file(spec.options.path)), draft_shape(spec.options)
+    model = read_model_shape(locate_model_file(spec.options.path))
+    spec = structs.replace(spec, options=with_heads(spec.options, model))
+    draft = draft_shape(spec.options, model)
     memory = limit_memory(spec.options, visible_memory(machine))
     choice = FitChoice(spec.options, spec.caches)
     if spec.options.fit:

@@ -55,7 +55,7 @@ LIVE_OVERRIDES: dict[str, Any] = {
     "n_batch": _Count,
     "n_ubatch": _Count,
     "flash_attn": Literal["auto", "on", "off"],
-    "speculation": Literal["auto", "off", "ngram", "draft"],
+    "speculation": Literal["auto", "off", "ngram", "draft", "mtp"],
     "draft_n_max": Annotated[int, Field(ge=1, le=64)],
 }
 
@@ -102,7 +102,9 @@ class Options(BaseModel):
         "into the GPU's free memory. Without a GPU, or with a library for CPUs, it has no effect.",
     )
     n_threads: int | None = Field(
-        default=None, gt=0, description="CPU threads, at most one per logical core; unset means the physical cores."
+        default=None,
+        gt=0,
+        description="CPU threads, at most one per logical core; unset means as many as pay, up to the physical cores.",
     )
     n_threads_batch: int | None = Field(
         default=None,
@@ -113,7 +115,13 @@ class Options(BaseModel):
     n_ubatch: int = Field(
         default=512,
         gt=0,
-        description="Tokens computed at a time; while a prompt is read, a stream waits for one such step.",
+        description="Tokens computed at a time, at most; beside streams fewer are, see max_gap_ms.",
+    )
+    max_gap_ms: int = Field(
+        default=150,
+        ge=0,
+        description="Milliseconds between two tokens of a stream while prompts are read: they are read in slices that "
+        "take about so long, by the measured steps; 0: no limit. A step of other keys' prompts is shorter.",
     )
     flash_attn: bool | Literal["auto", "on", "off"] | None = Field(
         default=None,
@@ -126,6 +134,13 @@ class Options(BaseModel):
         le=10_000,
         description="Layers, from the first, whose experts stay in RAM while the rest is on the GPU; -1 for all. A "
         "token uses few experts, so this costs less speed than fewer layers on the GPU.",
+    )
+    moe_cache_mb: int = Field(
+        default=0,
+        ge=0,
+        le=1 << 24,
+        description="MiB of GPU memory for experts of layers that n_cpu_moe keeps in RAM: those that are used often. "
+        "It needs a llama.cpp library of build 11549 or later.",
     )
     tensor_overrides: dict[str, str] = Field(
         default_factory=dict,
@@ -195,13 +210,16 @@ class Options(BaseModel):
         description="Let the caches of this model reuse each other's KV, if their types are the same. False: a prompt "
         "is compared with those of its own cache only.",
     )
-    kv_store: bool | str = Field(
-        default=False,
-        description="Save the KV of every cache when the model is unloaded and restore it when it is loaded: in this "
-        "folder, or with true in the user's cache folder. The files contain the conversations.",
+    kv_store: bool | Literal["auto"] | str = Field(
+        default="auto",
+        description="Save the KV of every cache when the model is unloaded and restore it when it is loaded: true in "
+        "the user's cache folder, or in the folder given; auto there, too, conversations of at least 256 tokens, "
+        "unless $MODELYARD_KV_STORE is off. The files contain the conversations; only their owner can read them.",
     )
     kv_store_mb: int = Field(
-        default=4096, gt=0, description="MiB that kv_store may take; the oldest files are deleted first."
+        default=4096,
+        gt=0,
+        description="MiB that kv_store may take, of all models together; the oldest files are deleted first.",
     )
     use_mmap: bool = Field(
         default=False,
@@ -231,17 +249,20 @@ class Options(BaseModel):
         description="How the vectors of an input's tokens become one; unset means as the file says, else mean.",
     )
 
-    speculation: Literal["auto", "off", "ngram", "draft"] = Field(
+    speculation: Literal["auto", "off", "ngram", "draft", "mtp"] = Field(
         default="auto",
-        description="Speculative decoding with drafts from the job's own text (ngram) or from a draft model (draft). "
-        "auto drafts only while that measures faster; answers are the same either way. Of recurrent and hybrid models "
-        "those whose state llama.cpp can take back draft with ngram and draft: they keep draft_n_max + 1 states per "
-        "sequence then.",
+        description="Speculative decoding with drafts from the job's own text (ngram), from a draft model (draft) or "
+        "from the MTP layers that the model's file has (mtp). auto takes the draft model or the MTP layers if there "
+        "are such, else the text; auto and mtp draft only while that measures faster; answers are the same either way. "
+        "Of recurrent and hybrid models those whose state llama.cpp can take back draft with ngram, draft and mtp, and "
+        "keep a state per sequence for each token of a draft then.",
     )
     draft_model_path: str | None = Field(
         default=None, description="A small GGUF with the same vocabulary, for speculative decoding."
     )
-    draft_n_max: int = Field(default=8, gt=0, le=64, description="Tokens of a draft, at most.")
+    draft_n_max: int | None = Field(
+        default=None, gt=0, le=64, description="Tokens of a draft, at most; unset: 8, of MTP layers 3."
+    )
     draft_p_min: float = Field(
         default=0.75, ge=0, le=1, description="A draft ends before a token that is less likely than this."
     )
@@ -311,7 +332,11 @@ class Options(BaseModel):
     def rollback(self) -> int:
         """How many tokens of a draft recurrent and hybrid models must be able to take back. Each needs memory for a
         state per sequence, so speculation must be asked for."""
-        return self.draft_n_max if self.speculation in ("ngram", "draft") else 0
+        return self.max_draft if self.speculation in ("ngram", "draft", "mtp") else 0
+
+    @property
+    def max_draft(self) -> int:
+        return self.draft_n_max or (3 if self.speculation == "mtp" else 8)
 
     @property
     def scales_positions(self) -> bool:

@@ -45,7 +45,7 @@ class DrySamplers:
     def copy(self, s: Sampling, window: int) -> int:
         base, allowed = _value(s.dry_base, 1.75), _value(s.dry_allowed_length, 2)
         settings = s.dry_multiplier, base, allowed, _dry_window(s, window)
-        breakers = s.dry_sequence_breakers or _SEQUENCE_BREAKERS
+        breakers = _SEQUENCE_BREAKERS if s.dry_sequence_breakers is None else s.dry_sequence_breakers
         with self._lock:
             created = self._created.pop((*settings, breakers), None)
             if created is not None:

@@ -36,7 +36,8 @@ from msgspec import Struct
 
 from modelyard import libllama
 from modelyard.core.errors import Unavailable
-from modelyard.engines.llama_cpp.library import CONTEXT_DEFAULTS, MODEL_DEFAULTS, gpu_plugins, has_gpu_backend
+from modelyard.engines.llama_cpp.library import gpu_plugins, has_gpu_backend
+from modelyard.libllama import CONTEXT_DEFAULTS, CONTEXT_LAYOUTS, MODEL_DEFAULTS
 from modelyard.library.cache_dir import cache_dir
 from modelyard.library.llama_cpp_package import library_folder
 from modelyard.plugins import MissingLibrary
@@ -94,6 +95,8 @@ class SelfTest(Struct, frozen=True):
     fault: str | None
     gpus: tuple[str, ...] = ()
     seconds: float = 0.0
+    version: str = "?"
+    lacking: Mapping[str, str] = {}  # kind of speculation → the functions that the library does not export
 
 
 def run_selftest(
@@ -123,8 +126,9 @@ def examine_library(
     except subprocess.TimeoutExpired as error:
         output = error.stdout.decode("utf-8", "replace") if isinstance(error.stdout, bytes) else error.stdout or ""
         errors = ""
-    gpus = tuple(line.removeprefix("gpu ") for line in output.splitlines() if line.startswith("gpu "))
-    return SelfTest(explain_failure(code, limit, output, errors), gpus, time.monotonic() - began)
+    fault, seconds = explain_failure(code, limit, output, errors), time.monotonic() - began
+    lacking = dict(line.split(": ", 1) for line in _lines(output, "lacks "))
+    return SelfTest(fault, _lines(output, "gpu "), seconds, _last_line(output, "version ") or "?", lacking)
 
 
 def explain_failure(code: int | None, timeout: float, output: str = "", errors: str = "") -> str | None:
@@ -147,8 +151,11 @@ def explain_failure(code: int | None, timeout: float, output: str = "", errors: 
 
 
 def _last_line(output: str, prefix: str) -> str | None:
-    found = [line.removeprefix(prefix) for line in output.splitlines() if line.startswith(prefix)]
-    return found[-1] if found else None
+    return found[-1] if (found := _lines(output, prefix)) else None
+
+
+def _lines(output: str, prefix: str) -> tuple[str, ...]:
+    return tuple(line.removeprefix(prefix) for line in output.splitlines() if line.startswith(prefix))
 
 
 def fingerprint(folder: Path) -> str:
@@ -209,6 +216,7 @@ def _stages(model: Path | None, owns_process: bool, *, gpu: bool) -> Iterator[St
         yield "looking for GPUs", lambda: _find_gpus(required=gpu)
     place = ", ".join(device.name for device in libllama.load().gpu_devices())
     yield "decoding a tiny model" + (f" on {place}" if place else ""), _decode_tiny_model
+    yield "reading a vocabulary", _read_vocabulary
     if model is not None:
         yield f"decoding {model.name}", lambda: _decode_model(model)
 
@@ -223,6 +231,10 @@ def _load_library(owns_process: bool) -> str | None:
         _log_callback = lib.llama_log_callback(_print_errors)
         lib.llama_log_set(_log_callback, None)
     lib.llama_backend_init()
+    print(f"version {lib.version}", flush=True)
+    for feature in libllama.FEATURES:
+        if missing := lib.lacks(feature):
+            print(f"lacks {feature}: {', '.join(missing)}", flush=True)
     return None
 
 
@@ -252,24 +264,30 @@ def _plugin_errors(folder: Path) -> Iterator[str]:
 
 def _check_layout() -> str | None:
     lib = libllama.load()
+    sizes = chosen_sizes(lib)
     return (
-        _check_extent(lib, "llama_context_default_params", struct_sizes()["llama_context_params"])
-        or _check_extent(lib, "llama_model_default_params", struct_sizes()["llama_model_params"])
+        _check_extent(lib, "llama_context_default_params", sizes["llama_context_params"])
+        or _check_extent(lib, "llama_model_default_params", sizes["llama_model_params"])
         or first_difference("llama_context_params", lib.llama_context_default_params(), CONTEXT_DEFAULTS)
         or first_difference("llama_model_params", lib.llama_model_default_params(), MODEL_DEFAULTS)
         or _check_batch_layout(lib)
     )
 
 
+def chosen_sizes(lib: Any) -> dict[str, int]:
+    """Bytes of the structs in the layout that was chosen for this library."""
+    return {each.__name__: ctypes.sizeof(each) for each in (lib.llama_context_params, lib.llama_model_params)}
+
+
 def struct_sizes() -> dict[str, int]:
     """Bytes of the structs as we declare them."""
     structs = (
-        libllama.llama_context_params,
         libllama.llama_model_params,
         libllama.llama_batch,
         libllama.llama_sampler_i,
     )
-    return {each.__name__: ctypes.sizeof(each) for each in structs}
+    contexts = {f"llama_context_params {name}": ctypes.sizeof(each) for name, each in CONTEXT_LAYOUTS.items()}
+    return contexts | {each.__name__: ctypes.sizeof(each) for each in structs}
 
 
 _X86 = ("x86_64", "amd64")
@@ -326,6 +344,27 @@ def _decode_tiny_model() -> str | None:
     if similarity >= _MIN_SIMILARITY:
         return None
     return f"the fast kernels compute something else than the generic ones ({similarity:.3f})"
+
+
+def _read_vocabulary() -> str | None:
+    """Words to tokens and back: code that loading and decoding do not reach, and in which a library dies whose C++
+    runtime is linked statically beside that of this process."""
+    lib, text = libllama.load(), "Ünïcode, don't 123  \n".encode()
+    with tempfile.TemporaryDirectory(prefix="modelyard-selftest-") as folder:
+        path = Path(folder) / "words.gguf"
+        path.write_bytes(_header(0, list(_words())))
+        params = lib.llama_model_default_params()
+        params.vocab_only = True
+        if not (model := lib.llama_model_load_from_file(str(path).encode(), params)):
+            return "a vocabulary cannot be loaded"
+    vocab, tokens = lib.llama_model_get_vocab(model), (ctypes.c_int32 * 64)()
+    count = lib.llama_tokenize(vocab, text, len(text), tokens, len(tokens), False, False)
+    piece, found = ctypes.create_string_buffer(16), b""
+    for token in tokens[: max(0, count)]:
+        size = lib.llama_token_to_piece(vocab, token, piece, len(piece), 0, False)
+        found += piece.raw[: max(0, size)]
+    lib.llama_model_free(model)
+    return None if found == text else f"its tokenizer makes {found!r} of {text!r}"
 
 
 def _decode_model(path: Path) -> str | None:
@@ -430,13 +469,31 @@ def write_tiny_model(path: Path) -> None:
     """Always the same bytes."""
     tensors = list(_tensors(Random(7)))  # noqa: S311 nothing secret
     metadata = list(_metadata())
-    head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(metadata)) + b"".join(metadata)
-    body = b""
+    head, body = _header(len(tensors), metadata), b""
     for name, kind, shape, data in tensors:
         head += _string(f"{name}.weight") + struct.pack(f"<I{len(shape)}Q", len(shape), *shape)
         head += struct.pack("<IQ", kind, len(body))
         body += _aligned(data)
     path.write_bytes(_aligned(head) + body)
+
+
+def _header(tensors: int, metadata: Sequence[bytes]) -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", 3, tensors, len(metadata)) + b"".join(metadata)
+
+
+def _words() -> Iterator[bytes]:
+    """A vocabulary of bytes, in the letters that GPT-2 writes for them, and one merge."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = iter(range(256, 512))
+    letters = [chr(byte if byte in printable else next(others)) for byte in range(256)]
+    for key, text in (
+        ("general.architecture", "llama"),
+        ("tokenizer.ggml.model", "gpt2"),
+        ("tokenizer.ggml.pre", "gpt-2"),
+    ):
+        yield _string(key) + struct.pack("<I", 8) + _string(text)
+    for key, texts in (("tokens", [*letters, "de"]), ("merges", ["d e"])):
+        yield _string(f"tokenizer.ggml.{key}") + struct.pack("<IIQ", 9, 8, len(texts)) + b"".join(map(_string, texts))
 
 
 def _tensors(random: Random) -> Iterator[_Tensor]:
@@ -481,7 +538,7 @@ def _metadata() -> Iterator[bytes]:
 
 
 def _string(text: str) -> bytes:
-    return struct.pack("<Q", len(text)) + text.encode()
+    return struct.pack("<Q", len(text.encode())) + text.encode()
 
 
 def _aligned(data: bytes) -> bytes:

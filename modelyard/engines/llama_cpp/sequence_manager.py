@@ -8,22 +8,28 @@ that their jobs are computed together, and each has its own sequences: no other 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from math import inf
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
 
-from modelyard.core.engine import Accepted, CacheInfo, CacheStats, SequenceStats
+from modelyard.core.engine import Accepted, CacheInfo, CacheStats, PrefixStats, SequenceStats
 from modelyard.engines.llama_cpp import sequences
 from modelyard.engines.llama_cpp.job import LlamaCppJob
 from modelyard.engines.llama_cpp.kv_memory import KvMemory, kv_layout
 from modelyard.engines.llama_cpp.kv_snapshot import KvSnapshot, hash_session
+from modelyard.engines.llama_cpp.loading import uses_gpu
 from modelyard.engines.llama_cpp.media_tokens import whole_chunks
 from modelyard.engines.llama_cpp.options import ContextLayout, Options
 from modelyard.engines.llama_cpp.sequences import (
+    ALL,
     AdapterSet,
     Checkpoint,
     CheckpointLimits,
+    CopyMethod,
     KvHolder,
     SequenceChoice,
     SequenceSlot,
@@ -34,52 +40,74 @@ from modelyard.telemetry.system import free_memory
 _EMPTY: TokenIds = np.zeros(0, np.int32)
 
 
-class KvOffload:
-    """Snapshots of evicted conversations in RAM, up to `limit` bytes; the oldest are dropped first. Pure.
+class CopyTime:
+    """How long prompts may wait for KV that is copied out to make room for them. Pure."""
 
-    A context has few sequences, and an agent has more conversations: its own, its sub-agents', and background work. An
-    offloaded conversation comes back at memory speed instead of being read again.
+    SHARE, AT_ONCE = 0.1, 0.25  # of all time; seconds
+
+    def __init__(self) -> None:
+        self._left, self._at = self.AT_ONCE, 0.0
+
+    def allows(self, seconds: float, now: float) -> bool:
+        self._left = min(self.AT_ONCE, self._left + self.SHARE * (now - self._at))
+        self._at = now
+        return seconds <= self._left
+
+    def took(self, seconds: float) -> None:
+        self._left -= seconds
+
+
+class ParkedKv:
+    """Snapshots of conversations in RAM, up to `limit` bytes; the oldest are dropped first. Pure.
+
+    A context has few sequences, and an agent has more conversations: its own, its sub-agents', and background work. A
+    parked conversation comes back at memory speed instead of being read again.
     """
 
     def __init__(self, limit: int) -> None:
         self.limit, self.size = limit, 0
-        self._snapshots: list[KvSnapshot] = []  # the oldest first
+        self.snapshots: list[KvSnapshot] = []  # the oldest first
 
     def __len__(self) -> int:
-        return len(self._snapshots)
+        return len(self.snapshots)
+
+    def make_room(self, size: int, superseded_by: KvHolder) -> bool:
+        """Before so many bytes are copied: drops earlier snapshots of the same conversation, then the oldest."""
+        if size > self.limit:
+            return False
+        for older in [each for each in self.snapshots if _extends(superseded_by, each)]:
+            self.remove(older)
+        while self.snapshots and self.size + size > self.limit:
+            self.remove(self.snapshots[0])
+        return True
 
     def add(self, snapshot: KvSnapshot) -> None:
-        """Replaces earlier snapshots of the same conversation."""
-        for older in [each for each in self._snapshots if _extends(snapshot, each)]:
-            self.remove(older)
-        while self._snapshots and self.size + snapshot.size > self.limit:
-            self.remove(self._snapshots[0])
-        if snapshot.size <= self.limit:
-            self._snapshots.append(snapshot)
+        if self.make_room(snapshot.size, snapshot):
+            self.snapshots.append(snapshot)
             self.size += snapshot.size
 
     def find(
-        self, prompt: TokenIds, adapters: AdapterSet, scope: str = "", *, can_rewind: bool
-    ) -> tuple[KvSnapshot, int] | None:
+        self, prompt: TokenIds, adapters: AdapterSet, scope: str = "", session: str | None = None, *, can_rewind: bool
+    ) -> tuple[KvSnapshot | None, int]:
         """The snapshot that covers most of the prompt's tokens, and how many it covers."""
         covered = [
-            (sequences.reusable_tokens(each, prompt, adapters, scope, can_rewind=can_rewind), each)
-            for each in self._snapshots
+            (sequences.reusable_tokens(each, prompt, adapters, scope, session, can_rewind=can_rewind), each)
+            for each in self.snapshots
         ]
         count, snapshot = max(covered, key=lambda each: each[0], default=(0, None))
-        return (snapshot, count) if snapshot is not None and count else None
+        return (snapshot, count) if count else (None, 0)
 
     def remove(self, snapshot: KvSnapshot) -> None:
-        self._snapshots = [each for each in self._snapshots if each is not snapshot]
-        self.size = sum(each.size for each in self._snapshots)
+        self.snapshots = [each for each in self.snapshots if each is not snapshot]
+        self.size = sum(each.size for each in self.snapshots)
 
     def drop_adapter(self, adapter: str) -> None:
         """Another adapter may get the same name."""
-        for snapshot in [each for each in self._snapshots if any(name == adapter for name, _ in each.adapters)]:
+        for snapshot in [each for each in self.snapshots if any(name == adapter for name, _ in each.adapters)]:
             self.remove(snapshot)
 
     def clear(self) -> None:
-        self._snapshots, self.size = [], 0
+        self.snapshots, self.size = [], 0
 
 
 def _extends(holder: KvHolder, older: KvSnapshot) -> bool:
@@ -92,7 +120,27 @@ def _extends(holder: KvHolder, older: KvSnapshot) -> bool:
 def _take_over(slot: SequenceSlot, holder: KvHolder) -> None:
     """The sequence holds a copy of this KV now."""
     slot.tokens, slot.checkpoints, slot.file = holder.tokens, holder.checkpoints, None
-    slot.adapters, slot.scope = holder.adapters, holder.scope
+    slot.adapters, slot.scope, slot.exact = holder.adapters, holder.scope, holder.exact
+    slot.session = holder.session
+
+
+class Leaf(Struct, frozen=True):
+    """`covered` tokens of a prompt are in a sequence of the cache `owner`, or parked; in neither if it is 0."""
+
+    covered: int
+    owner: SequenceManager
+    slot: SequenceSlot | None = None
+    snapshot: KvSnapshot | None = None
+
+    @property
+    def held(self) -> int:
+        return len(self.slot.tokens) if self.slot is not None else 0
+
+
+def _reusable_ids(job: LlamaCppJob) -> TokenIds:
+    """The last token is always evaluated: the first new one is sampled from its logits."""
+    ids: TokenIds = job.ids[: min(len(job.ids) - 1, job.logprobs_from)]
+    return ids
 
 
 class SequenceManager:
@@ -106,12 +154,13 @@ class SequenceManager:
         kv: KvMemory,
         first: int,
         limits: CheckpointLimits,
-        offload_limit: int = 0,
+        parked_limit: int = 0,
         cache_reuse: int = 0,
     ) -> None:
         self.name, self.info = name, info
         self._cache_reuse = cache_reuse if kv.can_shift else 0
-        self.kv, self._limits, self.offload = kv, limits, KvOffload(offload_limit)
+        self.kv, self._limits, self.parked = kv, limits, ParkedKv(parked_limit)
+        self._copy_time = CopyTime()
         self.slots = [SequenceSlot(first + index, _EMPTY) for index in range(info.parallel)]
         self.neighbours: list[SequenceManager] = [self]  # all caches of the context
         self.donors: list[SequenceManager] = []  # other caches whose KV may be reused
@@ -119,30 +168,50 @@ class SequenceManager:
         self.reused = self.copied = self.restored = self.fetched = self.evicted = 0  # tokens; evictions
         self.evaluated = 0  # prompt tokens
         self._checkpoint_size = 0  # of the last one
+        self._tree: tuple[PrefixStats, ...] = ()
+        self._tree_at = -inf
+        self.held = 0  # jobs without a sequence: they wait for a prefix that another one reads
 
     def __repr__(self) -> str:
         return f"<SequenceManager {self.name}: {self.running}/{self.info.parallel} running>"
 
     @property
     def running(self) -> int:
-        return sum(slot.busy for slot in self.slots)
+        return sum(slot.busy for slot in self.slots) + self.held
 
     # --- a job is admitted --------------------------------------------------------------------------------------------
 
     def assign(self, job: LlamaCppJob) -> tuple[SequenceSlot, Accepted]:
         """The job's sequence, which then holds exactly the KV that it shares with the job."""
         adapters, scope, session = job.prompt.adapters, job.prompt.scope, hash_session(job.prompt.session)
-        choice = sequences.choose_sequence(self.slots, job.ids, session, adapters, scope, self._cache_reuse)
+        leaf = self._find_leaf(job, session)
+        choice = sequences.choose_sequence(
+            self.slots,
+            _reusable_ids(job),
+            session,
+            adapters,
+            scope,
+            self._cache_reuse,
+            parked=self.parked.snapshots,
+            longest=leaf.covered,
+            copy_cost=self._copy_cost(leaf),
+            can_rewind=self.kv.can_rewind,
+        )
         slot = self._slot(choice)
         divergences: list[int] = []
         if not self.kv.can_rewind:
             same = (other for other in self.slots if other.scope == scope)
             divergences = [sequences.common_prefix(other.tokens, job.ids) for other in same]
-        lost = choice.evicted and not self._offload(slot)
-        keep, available = self._prepare(slot, job)
-        slot.file = None if choice.evicted else slot.file  # an evicted conversation keeps its file
+        is_other = choice.lost > choice.keep  # another conversation, not an earlier state of this one
+        lost = bool(choice.lost) and not self._park(slot, choice.lost) and is_other
+        slot.file = None if is_other else slot.file  # an evicted conversation keeps its file
+        if not choice.keep:
+            self.clear(slot)
+        self._place(slot)
+        keep = self._prepare(slot, job, leaf, session)
         slot.saved = slot.saved if keep >= slot.saved else 0
         slot.tokens, slot.prompt_length, slot.adapters = job.ids[:keep], len(job.ids), adapters
+        slot.exact = slot.exact if keep > slot.exact else ALL
         slot.scope, slot.session, slot.priority, slot.busy = scope, session, job.prompt.priority, True
         self._uses += 1
         slot.use_order = self._uses
@@ -156,31 +225,107 @@ class SequenceManager:
         self.reused += keep
         self.evicted += lost
         divergence = keep if keep < len(job.ids) else None
-        return slot, Accepted(keep, divergence, lost, available if available > keep else 0)
+        return slot, Accepted(keep, divergence, lost, leaf.covered if leaf.covered > keep else 0)
+
+    def _find_leaf(self, job: LlamaCppJob, session: str | None) -> Leaf:
+        """What holds most of the prompt: a sequence, also a running one, or what is parked."""
+        wanted, adapters, scope = _reusable_ids(job), job.prompt.adapters, job.prompt.scope
+        best, rewinds = Leaf(0, self), self.kv.can_rewind
+        for manager in (self, *self.donors):
+            for slot in manager.slots:
+                covered = sequences.reusable_tokens(slot, wanted, adapters, scope, session, can_rewind=rewinds)
+                if covered > best.covered:
+                    best = Leaf(covered, manager, slot)
+        rewinds = self.kv.can_rewind_copies
+        snapshot, covered = self.parked.find(wanted, adapters, scope, session, can_rewind=rewinds)
+        if snapshot is None or not self._is_worthwhile(covered - best.covered, snapshot.size):
+            return best
+        return Leaf(covered, self, snapshot=snapshot)
+
+    def _copy_cost(self, leaf: Leaf) -> float:
+        """Of the leaf's KV in another sequence, in tokens: as much as a copy takes, or all of them."""
+        costs = self.kv.costs
+        if leaf.snapshot is not None:
+            return leaf.snapshot.size * costs.byte / costs.token
+        method = self._copy_method(leaf, -1, leaf.covered)
+        if leaf.slot is None or method is None:
+            return leaf.covered
+        size = leaf.owner.kv.size(leaf.slot.index)
+        return sequences.copy_seconds(method, size, leaf.held, self.kv.window, costs) / costs.token
+
+    def _copy_method(self, leaf: Leaf, target: int, saved: int) -> CopyMethod | None:
+        """None if it costs more than to read the tokens that it saves, or if the copy has no room."""
+        if leaf.slot is None or leaf.held > self.kv.window:
+            return None
+        methods = self.kv.copy_methods(leaf.owner.kv, leaf.slot.index, target)
+        held = max(leaf.held, leaf.covered)  # it may still be reading them
+        size = leaf.owner.kv.size(leaf.slot.index) * held // max(1, leaf.held)
+        return sequences.choose_copy_method(saved, size, held, self.kv.window, self.kv.costs, methods)
+
+    def awaited(self, job: LlamaCppJob, running: Iterable[LlamaCppJob]) -> tuple[LlamaCppJob, int] | None:
+        """The running job that is about to read most of this one's prompt, and how much of it; None if reading it here
+        costs less than a copy of that."""
+        ids, own, most = _reusable_ids(job), (job.cache, job.prompt.scope, job.prompt.adapters), 0
+        leader: LlamaCppJob | None = None
+        for other in running:
+            if (
+                not other.generating
+                and not other.chunks
+                and (other.cache, other.prompt.scope, other.prompt.adapters) == own
+            ):
+                shared = sequences.common_prefix(other.ids, ids)
+                if shared > max(most, other.n_past):
+                    leader, most = other, shared
+        if leader is None:
+            return None
+        saved = most - self._find_leaf(job, hash_session(job.prompt.session)).covered
+        if self._copy_method(Leaf(most, self, leader.slot), -1, saved) is None:
+            return None
+        if not self.kv.can_rewind and self._limits.count:  # it goes on from a checkpoint
+            leader.checkpoint_positions = sorted({*leader.checkpoint_positions, most})
+        return leader, most
+
+    def _is_worthwhile(self, saved: int, moved: float) -> bool:
+        return sequences.is_copy_worthwhile(saved, moved, self.kv.costs)
 
     def _slot(self, choice: SequenceChoice) -> SequenceSlot:
-        """Empty sequences have no owner: the lowest one of the context is taken, whichever cache had it. llama.cpp
-        computes only neighbouring sequences together."""
-        slot = next(slot for slot in self.slots if slot.index == choice.index)
-        if not len(slot.tokens):
-            lowest = min((empty for cache in self.neighbours for empty in cache.empty_slots), key=lambda it: it.index)
-            slot.index, lowest.index = lowest.index, slot.index
-        return slot
+        return next(slot for slot in self.slots if slot.index == choice.index)
 
-    def _prepare(self, slot: SequenceSlot, job: LlamaCppJob) -> tuple[int, int]:
-        """Makes the chosen sequence hold the shared prefix. Returns its length and the longest that any sequence has.
-        The last token is always evaluated: the first new token is sampled from its logits."""
-        adapters, scope = job.prompt.adapters, job.prompt.scope
-        wanted = job.ids[: len(job.ids) - 1 if job.prompt.prompt_logprobs is None else 0]
-        own = sequences.reusable_tokens(slot, wanted, adapters, scope, can_rewind=self.kv.can_rewind)
-        if self._cache_reuse:
+    def _place(self, slot: SequenceSlot) -> None:
+        """Gives the sequence an id beside the running ones, whichever cache had it. An empty one costs nothing; two
+        that hold KV exchange it, if that does not delay the prompt for long."""
+        slots = [each for cache in self.neighbours for each in cache.slots]
+        running, idle = {each.index for each in slots if each.busy}, [each for each in slots if not each.busy]
+        for candidates in ([each for each in idle if each is slot or not len(each.tokens)], idle):
+            index = sequences.neighbouring_id(slot.index, (each.index for each in candidates), running)
+            other = next(each for each in idle if each.index == index)
+            is_free = not len(slot.tokens) and not len(other.tokens)
+            if other is not slot and (is_free or (running and self._exchange(slot, other))):
+                slot.index, other.index = other.index, slot.index
+
+    def _exchange(self, slot: SequenceSlot, other: SequenceSlot) -> bool:
+        started = time.monotonic()
+        moved = 2 * sum(self.kv.size(each.index) for each in (slot, other) if len(each.tokens))
+        if not self._copy_time.allows(moved * self.kv.costs.byte, started):
+            return False
+        done = self.kv.exchange(slot.index, other.index)
+        self._copy_time.took(time.monotonic() - started)
+        return done
+
+    def _prepare(self, slot: SequenceSlot, job: LlamaCppJob, leaf: Leaf, session: str | None) -> int:
+        """Makes the chosen sequence hold the shared prefix, and returns its length."""
+        wanted, adapters, scope = _reusable_ids(job), job.prompt.adapters, job.prompt.scope
+        own = sequences.reusable_tokens(slot, wanted, adapters, scope, session, can_rewind=self.kv.can_rewind)
+        if self._cache_reuse and slot.session == session:
             own = self._move_blocks(slot, wanted, own)
-        own = self._fetch(slot, wanted, job, own)
-        available, owner, donor = self._find_donor(slot, wanted, job, own)
-        copied = donor is not slot and self._copy(slot, owner, donor, available - own)
-        keep = self._rewind(slot, sequences.shared_prefix(slot, wanted, adapters, scope))
+        copied = False
+        if leaf.covered > own and leaf.snapshot is not None:
+            self._fetch(slot, leaf.snapshot, leaf.covered, own)
+        elif leaf.covered > own and leaf.slot is not slot:
+            copied = self._copy(slot, leaf, leaf.covered - own)
+        keep = self._rewind(slot, sequences.shared_prefix(slot, wanted, adapters, scope, session))
         self.copied += max(0, keep - own) if copied else 0
-        return keep, available
+        return keep
 
     def _move_blocks(self, slot: SequenceSlot, wanted: TokenIds, shared: int) -> int:
         """Moves what the prompt has further on to its new position. Returns how much of the prompt is held then."""
@@ -190,63 +335,55 @@ class SequenceManager:
         end = blocks[-1].target + blocks[-1].count
         self.kv.cut(slot.index, wanted, end)  # what is left behind the last block
         slot.tokens, slot.saved = wanted[:end], slot.saved if shared >= slot.saved else 0
+        slot.exact = min(slot.exact, shared)
         return end
 
-    def _offload(self, slot: SequenceSlot) -> bool:
-        """Copies an evicted conversation to RAM; False if it is not worth it. Background work does not come back."""
-        if slot.priority == "background" or not self.offload.limit:
+    def park_ahead(self) -> bool:
+        """While nothing runs: parks what the next new conversation would overwrite. False: there is nothing to do."""
+        if self.empty_slot is not None or not self.parked.limit or self.running:
             return False
-        size = self.kv.size(slot.index)
-        if size > self.offload.limit or size > free_memory(with_gpus=False).ram_free // 2:
+        choice = sequences.choose_sequence(self.slots, _EMPTY, None, parked=self.parked.snapshots)
+        slot = next(slot for slot in self.slots if slot.index == choice.index)
+        return bool(choice.lost) and self._park(slot, choice.lost, is_idle=True)
+
+    def _park(self, slot: SequenceSlot, lost: int, *, is_idle: bool = False) -> bool:
+        """Copies a conversation to RAM that loses so many tokens; False if that is not worth it, or would delay the
+        next prompt for long. Background work does not come back."""
+        if slot.priority == "background" or not self.parked.limit:
             return False
-        if not sequences.is_copy_worthwhile(len(slot.tokens), 2 * size, self.kv.costs):
+        size, seconds = self.kv.size(slot.index), self.kv.size(slot.index) * self.kv.costs.byte
+        if not self._is_worthwhile(lost, 2 * size) or size > free_memory(with_gpus=False).ram_free // 2:
             return False
-        snapshot = self.snapshot(slot)
+        if not is_idle and not self._copy_time.allows(seconds, time.monotonic()):
+            return False
+        started = time.monotonic()
+        snapshot = self.snapshot(slot) if self.parked.make_room(size, slot) else None
         if snapshot is not None:
-            self.offload.add(snapshot)
+            self.parked.add(snapshot)
+        if not is_idle:
+            self._copy_time.took(time.monotonic() - started)
         return snapshot is not None
 
-    def _fetch(self, slot: SequenceSlot, wanted: TokenIds, job: LlamaCppJob, own: int) -> int:
-        """Restores an offloaded conversation if it covers more of the prompt. Returns how much the sequence covers."""
-        adapters, scope = job.prompt.adapters, job.prompt.scope
-        found = self.offload.find(wanted, adapters, scope, can_rewind=self.kv.can_rewind_copies)
-        if found is None or not sequences.is_copy_worthwhile(found[1] - own, found[0].size, self.kv.costs):
-            return own
-        snapshot, covered = found
+    def _fetch(self, slot: SequenceSlot, snapshot: KvSnapshot, covered: int, own: int) -> None:
+        """Restores a parked conversation."""
         if not self.kv.restore(slot.index, snapshot.state):
             self.clear(slot)
-            return 0
+            return
         _take_over(slot, snapshot)
-        if snapshot.session == hash_session(job.prompt.session):
-            self.offload.remove(snapshot)  # another session's snapshot stays for that session
+        if covered == len(snapshot.tokens):
+            slot.file, slot.saved = snapshot.file, snapshot.saved
+            self.parked.remove(snapshot)  # the prompt continues all of it; otherwise it stays for its own next turn
         self.fetched += covered - own
-        return covered
 
-    def _find_donor(
-        self, slot: SequenceSlot, wanted: TokenIds, job: LlamaCppJob, own: int
-    ) -> tuple[int, SequenceManager, SequenceSlot]:
-        """The sequence that covers most of the prompt: how much, its manager, and its slot."""
-        best, owner, donor = own, self, slot
-        adapters, scope = job.prompt.adapters, job.prompt.scope
-        for manager in (self, *self.donors):
-            for other in manager.slots:
-                if other is slot:
-                    continue
-                covered = sequences.reusable_tokens(other, wanted, adapters, scope, can_rewind=self.kv.can_rewind)
-                if covered > best:
-                    best, owner, donor = covered, manager, other
-        return best, owner, donor
-
-    def _copy(self, slot: SequenceSlot, owner: SequenceManager, donor: SequenceSlot, saved: int) -> bool:
-        """Copies the donor's KV if that is cheaper than evaluating the tokens that it saves."""
-        size, methods = owner.kv.size(donor.index), self.kv.copy_methods(owner.kv, donor.index, slot.index)
-        method = sequences.choose_copy_method(saved, size, len(donor.tokens), self.kv.window, self.kv.costs, methods)
-        if method is None or len(donor.tokens) > self.kv.window:
+    def _copy(self, slot: SequenceSlot, leaf: Leaf, saved: int) -> bool:
+        """Copies the leaf's KV if that is cheaper than evaluating the tokens that it saves."""
+        method = self._copy_method(leaf, slot.index, saved)
+        if method is None or leaf.slot is None:
             return False
-        if not self.kv.copy(owner.kv, donor.index, slot.index, method):
+        if not self.kv.copy(leaf.owner.kv, leaf.slot.index, slot.index, method):
             self.clear(slot)
             return False
-        _take_over(slot, donor)
+        _take_over(slot, leaf.slot)
         return True
 
     def _rewind(self, slot: SequenceSlot, keep: int) -> int:
@@ -295,27 +432,42 @@ class SequenceManager:
     def clear(self, slot: SequenceSlot) -> None:
         self.kv.clear(slot.index)
         slot.tokens, slot.session, slot.adapters, slot.checkpoints, slot.file = _EMPTY, None, (), (), None
-        slot.prompt_length, slot.scope = 0, ""
+        slot.prompt_length, slot.scope, slot.exact = 0, "", ALL
 
     def evict(self) -> None:
         for slot in self.slots:
             if not slot.busy:
                 self.clear(slot)
-        self.offload.clear()
+        self.parked.clear()
 
     def drop_adapter(self, adapter: str) -> None:
         """Its KV must not be used if another adapter gets the same name."""
         for slot in self.slots:
             if any(name == adapter for name, _ in slot.adapters):
                 self.clear(slot)
-        self.offload.drop_adapter(adapter)
+        self.parked.drop_adapter(adapter)
 
     def stats(self) -> CacheStats:
         """Read on the event loop while the thread runs: numbers may be one step apart."""
-        sequences = (
+        rows = (
             SequenceStats(number, len(s.tokens), s.busy, s.session, s.last_used) for number, s in enumerate(self.slots)
         )
-        return CacheStats(self.reused, self.evaluated, self.evicted, tuple(sequences))
+        return CacheStats(self.reused, self.evaluated, self.evicted, tuple(rows), self._prefixes())
+
+    def _prefixes(self) -> tuple[PrefixStats, ...]:
+        """At most once a second: many ask for the other numbers."""
+        if (now := time.monotonic()) - self._tree_at >= 1:
+            number = {id(slot): at for at, slot in enumerate(self.slots)}
+            holders: tuple[KvHolder, ...] = (*self.slots, *self.parked.snapshots)
+            leaves = [leaf for leaf in holders if len(leaf.tokens)]
+            self._tree_at, self._tree = (
+                now,
+                tuple(
+                    PrefixStats(len(leaf.tokens), shared, number.get(id(leaf)), leaf.session)
+                    for leaf, shared in sequences.prefix_order(leaves)
+                ),
+            )
+        return self._tree
 
     # --- snapshots ----------------------------------------------------------------------------------------------------
 
@@ -332,7 +484,15 @@ class SequenceManager:
             slot.adapters,
             slot.priority,
             scope=slot.scope,
+            exact=slot.exact,
+            file=slot.file,
+            saved=slot.saved,
         )
+
+    @property
+    def parked_only(self) -> list[KvSnapshot]:
+        """What no sequence holds, too; the oldest first."""
+        return [each for each in self.parked.snapshots if not any(_extends(slot, each) for slot in self.slots)]
 
     def mark_saved(self, slot: SequenceSlot, snapshot: KvSnapshot, file: str) -> str | None:
         """The snapshot is in that file. Returns the older file that it replaces. The sequence may hold another
@@ -350,6 +510,22 @@ class SequenceManager:
     def empty_slot(self) -> SequenceSlot | None:
         return next(iter(self.empty_slots), None)
 
+    @property
+    def has_room(self) -> bool:
+        """For another snapshot, in a sequence or parked."""
+        return self.empty_slot is not None or self.parked.size < self.parked.limit
+
+    def adopt_parked(self, snapshot: KvSnapshot, file: str) -> bool:
+        """Keeps a snapshot in RAM, before those that were parked here; False if it has no room or is here already."""
+        parked = self.parked
+        others: tuple[KvHolder, ...] = (*self.slots, *parked.snapshots)
+        if parked.size + snapshot.size > parked.limit or any(_extends(other, snapshot) for other in others):
+            return False
+        parked.snapshots.insert(0, replace(snapshot, file=file, saved=len(snapshot.tokens)))
+        parked.size += snapshot.size
+        self.restored += len(snapshot.tokens)
+        return True
+
     def adopt(self, snapshot: KvSnapshot, file: str) -> bool:
         """Restores a snapshot into an empty sequence; False if there is none, or if its tokens are here already. The
         newest come first, and all of them are older than what ran here."""
@@ -361,7 +537,7 @@ class SequenceManager:
             return False
         slot.tokens, slot.checkpoints, slot.file, slot.saved = snapshot.tokens, snapshot.checkpoints, file, count
         slot.session, slot.adapters, slot.priority = snapshot.session, snapshot.adapters, snapshot.priority
-        slot.scope = snapshot.scope
+        slot.scope, slot.exact = snapshot.scope, snapshot.exact
         slot.prompt_length = 0  # not stored
         self._adoptions += 1
         slot.use_order = -self._adoptions
@@ -372,12 +548,14 @@ class SequenceManager:
 def create_sequence_managers(context: Any, layout: ContextLayout, options: Options) -> dict[str, SequenceManager]:
     """The caches of one context, by name."""
     kv = KvMemory(context, layout.info.window, kv_layout(layout.info, options))
+    if uses_gpu(options):
+        kv.costs.stream = 1e-11  # inside of its own memory a GPU copies much faster than over the bus
     limits = CheckpointLimits(options.checkpoints, options.checkpoint_mb << 20)
     managers: dict[str, SequenceManager] = {}
     first = 0
     for name, info in layout.caches.items():
-        offload_limit = options.parked_mb << 20
-        managers[name] = SequenceManager(name, info, kv, first, limits, offload_limit, options.cache_reuse)
+        parked_limit = options.parked_mb << 20
+        managers[name] = SequenceManager(name, info, kv, first, limits, parked_limit, options.cache_reuse)
         first += info.parallel
     for manager in managers.values():
         manager.neighbours = list(managers.values())

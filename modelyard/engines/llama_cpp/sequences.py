@@ -1,21 +1,34 @@
 """Which sequence of a cache takes a prompt, how much of its KV stays, and which of its states are kept. Pure.
 
-The first match among the idle sequences:
+All KV of a cache is one tree of prefixes (`prefix_order`). Its roots are the scopes, an API key (`Prompt.scope`) and
+adapters each: a client must not learn from its own reuse what another one has sent. Its leaves hold KV:
 
-    1. the sequence of the same session
-    2. one that the prompt continues: all its tokens are a prefix of the prompt; or, if no session is involved, most of
-       them are, or all but the answer to this very prompt
-    3. an empty one (the lowest: neighbouring sequences are computed together)
-    4. the least recently used one of background work
-    5. the least recently used one
+    live     a sequence of the context: a prompt goes on in it, or copies it
+    parked   a copy in RAM of what a sequence lost; files of `kv_store` are read into either when the model is loaded
 
-A prefix counts token by token (images: `media_tokens.py`), and only with the same adapters in the same scope
-(`Prompt.scope`): a client must not learn from its own reuse what another one has sent.
+A prompt reads what it does not share with the leaf that has its longest prefix, token by token (no part of an image,
+`media_tokens.py`). It is computed in the idle sequence that costs least, in tokens:
+
+    cost = what it must read again, or the time of a copy, if the longest prefix is elsewhere
+         + the tail that the sequence loses, beyond what the prompt and other leaves hold
+
+    no tail   empty; a state that another leaf continues; the answer to this prompt, or one that it spells differently
+    a tail    weighs a quarter, because it may never come back; less the longer it was not used, if none is empty;
+              and an eighth of that if it is of background work
+    equal     the sequence of the same session (a header, `prompt_cache_key`, `user_id`), then the most recent, then
+              the lowest. A session decides nothing else: clients give one name to several conversations
+
+A lost tail that costs more to read again than to copy is parked first, within `parked_mb`, if that does not delay the
+prompt for long (`CopyTime`). While nothing runs, what the next new conversation would overwrite is parked ahead.
+
+A prompt of which another job is reading a prefix at the moment waits for it and goes on from a copy, if that costs less
+than reading it, too: what arrives together is read once.
 
 Behind the prefix a prompt may continue with a later part of what the sequence holds, if something between them was
-removed. With `cache_reuse` such blocks move to their new positions (`moved_blocks`); they count like the prefix.
+removed. With `cache_reuse` such blocks move to their new positions (`moved_blocks`). They count like the prefix, but
+for the same session only: they are not exactly what reading them gives.
 
-If another sequence holds more of the prompt, its KV may be copied:
+KV is copied by one of two ways:
 
     stream   inside a context: the sequence's whole buffer, at memory speed, with the next decode
     state    between any two with the same layout: what it holds, read and written, each at memory speed
@@ -23,8 +36,9 @@ If another sequence holds more of the prompt, its KV may be copied:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from itertools import pairwise
+from math import inf
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -38,8 +52,9 @@ TokenIds = npt.NDArray[np.int32]
 AdapterSet = tuple[tuple[str, float], ...]  # name and scale
 CopyMethod = Literal["stream", "state"]
 
-_MOSTLY = 0.5
-_MIN_COPY = 256  # tokens: a copy makes other jobs' next step longer
+ALL = 1 << 30  # tokens
+_WEIGHTS: dict[Priority, float] = {"main": 1 / 4, "background": 1 / 32}  # of a tail that is lost
+MIN_COPY = 256  # tokens: a copy makes other jobs' next step longer
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------
@@ -151,6 +166,7 @@ class SequenceSlot(Struct):
     checkpoints: Checkpoints = ()
     file: str | None = None  # a snapshot with the first `saved` tokens of the same conversation
     saved: int = 0  # 0 if those tokens have changed
+    exact: int = ALL  # tokens whose KV reading gives: before the first block that was moved
 
 
 class KvHolder(Protocol):
@@ -164,14 +180,18 @@ class KvHolder(Protocol):
     def scope(self) -> str: ...
     @property
     def checkpoints(self) -> Checkpoints: ...
+    @property
+    def exact(self) -> int: ...
+    @property
+    def session(self) -> str | None: ...
 
 
 class SequenceChoice(Struct, frozen=True):
-    """`keep` tokens stay; with `evicted` another conversation is lost."""
+    """`keep` tokens stay. `lost` tokens are then nowhere else."""
 
     index: int
     keep: int
-    evicted: bool = False
+    lost: int = 0
 
 
 def common_prefix(a: TokenIds, b: TokenIds) -> int:
@@ -180,11 +200,16 @@ def common_prefix(a: TokenIds, b: TokenIds) -> int:
     return int(differ[0]) if len(differ) else n
 
 
-def shared_prefix(holder: KvHolder, prompt: TokenIds, adapters: AdapterSet, scope: str) -> int:
-    """How many tokens of this KV the prompt could use: no part of an image."""
+def shared_prefix(
+    holder: KvHolder, prompt: TokenIds, adapters: AdapterSet, scope: str, session: str | None = None
+) -> int:
+    """How many tokens of this KV the prompt could use: no part of an image, and no moved blocks of another session."""
     if (holder.scope, holder.adapters) != (scope, adapters):
         return 0
-    return whole_chunks(prompt, common_prefix(holder.tokens, prompt))
+    most = common_prefix(holder.tokens, prompt)
+    if holder.session != session:
+        most = min(most, holder.exact)
+    return whole_chunks(prompt, most)
 
 
 class MovedBlock(Struct, frozen=True):
@@ -216,12 +241,16 @@ def moved_blocks(held: TokenIds, prompt: TokenIds, start: int, least: int) -> li
     return blocks
 
 
-def covered_tokens(
-    slot: SequenceSlot, prompt: TokenIds, adapters: AdapterSet, scope: str = "", cache_reuse: int = 0
-) -> int:
-    """The shared prefix, and the blocks behind it that can be moved."""
-    shared = shared_prefix(slot, prompt, adapters, scope)
-    return shared + sum(block.count for block in moved_blocks(slot.tokens, prompt, shared, cache_reuse))
+def prefix_order(holders: Iterable[KvHolder]) -> list[tuple[KvHolder, int]]:
+    """The tree, from left to right: each with the number of tokens that it shares with the one before it. What any
+    other one shares with it is what its neighbours do."""
+    ordered = sorted(holders, key=lambda each: (each.scope, each.adapters, each.tokens.tobytes()))
+    before = [None, *ordered]
+    return [(each, _shared(each, last) if last is not None else 0) for last, each in zip(before, ordered, strict=False)]
+
+
+def _shared(a: KvHolder, b: KvHolder) -> int:
+    return common_prefix(a.tokens, b.tokens) if (a.scope, a.adapters) == (b.scope, b.adapters) else 0
 
 
 def choose_sequence(
@@ -231,50 +260,92 @@ def choose_sequence(
     adapters: AdapterSet = (),
     scope: str = "",
     cache_reuse: int = 0,
+    *,
+    parked: Sequence[KvHolder] = (),
+    longest: int = 0,
+    copy_cost: float = inf,
+    can_rewind: bool = True,
 ) -> SequenceChoice:
-    """At least one slot must be idle: the scheduler hands out no more leases than there are slots."""
+    """The cheapest idle sequence. `longest` tokens of the prompt are in some leaf; to have them in another sequence
+    costs as much as reading `copy_cost` tokens. At least one slot must be idle: the scheduler hands out no more leases
+    than there are slots."""
     idle = [slot for slot in slots if not slot.busy]
-    shared = {slot.index: covered_tokens(slot, prompt, adapters, scope, cache_reuse) for slot in idle}
-    if session is not None:
-        own = [slot for slot in idle if slot.session == session]
-        if own:
-            best = max(own, key=lambda slot: shared[slot.index])
-            return SequenceChoice(best.index, shared[best.index])
-    continued = [slot for slot in idle if len(slot.tokens) and _continues(slot, prompt, shared[slot.index], session)]
-    if continued:
-        best = max(continued, key=lambda slot: (shared[slot.index], slot.use_order))
-        return SequenceChoice(best.index, shared[best.index])
-    empty = [slot for slot in idle if not len(slot.tokens)]
-    if empty:
-        return SequenceChoice(min(slot.index for slot in empty), 0)
-    oldest = min(idle, key=lambda slot: (slot.priority != "background", slot.use_order))
-    return SequenceChoice(oldest.index, shared[oldest.index], evicted=True)
+    kept = {slot.index: reusable_tokens(slot, prompt, adapters, scope, session, can_rewind=can_rewind) for slot in idle}
+    for slot in idle:
+        if cache_reuse and slot.session == session:
+            kept[slot.index] += sum(it.count for it in moved_blocks(slot.tokens, prompt, kept[slot.index], cache_reuse))
+    longest = max(longest, *kept.values())
+    is_full = all(len(slot.tokens) for slot in idle)
+    elsewhere = _held_elsewhere(slots, parked) if is_full else {}
+    newest = max((slot.use_order for slot in slots), default=0)
+
+    def lost(slot: SequenceSlot) -> int:
+        tail = lost_tail(slot, prompt, kept[slot.index], session)
+        return min(tail, len(slot.tokens) - elsewhere.get(slot.index, 0))
+
+    def cost(slot: SequenceSlot) -> tuple[float, bool, int, int]:
+        missing = longest - kept[slot.index]
+        weight = _WEIGHTS[slot.priority] / (newest - slot.use_order + 1 if is_full else 1)
+        total = min(missing, copy_cost) + lost(slot) * weight
+        return total, session is None or slot.session != session, -slot.use_order, slot.index
+
+    best = min(idle, key=cost)
+    return SequenceChoice(best.index, kept[best.index], lost(best))
 
 
-def _continues(slot: SequenceSlot, prompt: TokenIds, shared: int, session: str | None) -> bool:
-    """Agents share long system prompts: a long common prefix does not make it the same conversation."""
-    if shared == len(slot.tokens):
-        return True
-    if slot.session is not None or session is not None:
-        return False
-    return shared >= _MOSTLY * len(slot.tokens) or shared == slot.prompt_length == len(prompt)
+def lost_tail(slot: SequenceSlot, prompt: TokenIds, kept: int, session: str | None = None) -> int:
+    """How many of its tokens a sequence loses if the prompt goes on behind the first `kept`. An answer is superseded if
+    its prompt comes again, or if it comes back spelled differently, such as without its reasoning."""
+    may_continue = session == slot.session or session is None or slot.session is None
+    if may_continue and 0 < slot.prompt_length <= len(prompt) + 1 and kept >= slot.prompt_length - _TEMPLATE_TAIL:
+        return 0
+    return len(slot.tokens) - kept
+
+
+def _held_elsewhere(slots: Sequence[SequenceSlot], parked: Sequence[KvHolder]) -> dict[int, int]:
+    """How much of each sequence another leaf holds."""
+    order = prefix_order([*slots, *parked])
+    after = [shared for _, shared in order[1:]] + [0]
+    return {
+        each.index: max(shared, following)
+        for (each, shared), following in zip(order, after, strict=True)
+        if isinstance(each, SequenceSlot)
+    }
+
+
+def neighbouring_id(own: int, idle: Iterable[int], running: Set[int]) -> int:
+    """Which idle id a job should have. llama.cpp computes only sequences with neighbouring ids together: eight that are
+    scattered over 64 decode like eight of one each. So gaps between running ones come first, then their edges."""
+
+    def joined(index: int) -> int:
+        return (index - 1 in running) + (index + 1 in running)
+
+    return max(idle, key=lambda index: (joined(index), index == own, -index))
 
 
 # --- copies -----------------------------------------------------------------------------------------------------------
 
 
 class CopyCosts(Struct):
-    """Seconds to evaluate one token and to move one byte of KV, as far as they were measured."""
+    """Seconds to evaluate one token, to move one byte of KV to or from RAM, and to copy one inside of a context, as far
+    as they were measured."""
 
     token: float = 1e-4
     byte: float = 5e-10
+    stream: float = 5e-10
 
 
 def reusable_tokens(
-    holder: KvHolder, prompt: TokenIds, adapters: AdapterSet, scope: str = "", *, can_rewind: bool
+    holder: KvHolder,
+    prompt: TokenIds,
+    adapters: AdapterSet,
+    scope: str = "",
+    session: str | None = None,
+    *,
+    can_rewind: bool,
 ) -> int:
     """How many of the prompt's tokens this KV covers: the shared prefix, or the last checkpoint in it."""
-    shared = shared_prefix(holder, prompt, adapters, scope)
+    shared = shared_prefix(holder, prompt, adapters, scope, session)
     if can_rewind or shared == len(holder.tokens):
         return shared
     checkpoint = latest_checkpoint(holder.checkpoints, shared)
@@ -285,13 +356,19 @@ def choose_copy_method(
     saved: int, size: int, held: int, window: int, costs: CopyCosts, methods: Sequence[CopyMethod]
 ) -> CopyMethod | None:
     """How to copy a sequence of `held` tokens in `size` bytes; None if evaluating the `saved` tokens is cheaper."""
-    moved = {"stream": size * window / max(1, held), "state": 2.0 * size}
-    best = min(methods, key=lambda method: moved[method], default=None)
-    return best if best is not None and is_copy_worthwhile(saved, moved[best], costs) else None
+    best = min(methods, key=lambda method: copy_seconds(method, size, held, window, costs), default=None)
+    if best is None:
+        return None
+    moved = copy_seconds(best, size, held, window, costs) / costs.byte
+    return best if is_copy_worthwhile(saved, moved, costs) else None
+
+
+def copy_seconds(method: CopyMethod, size: int, held: int, window: int, costs: CopyCosts) -> float:
+    return size * window / max(1, held) * costs.stream if method == "stream" else 2 * size * costs.byte
 
 
 def is_copy_worthwhile(saved: int, moved: float, costs: CopyCosts) -> bool:
-    return saved >= _MIN_COPY and moved * costs.byte < saved * costs.token
+    return saved >= MIN_COPY and moved * costs.byte < saved * costs.token
 
 
 def is_intact(oldest: int, newest: int, keep: int, *, n_swa: int, only_forward: bool) -> bool:

@@ -5,18 +5,20 @@ A library for which the self-test fails is passed over. If no prebuilt one is le
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from modelyard.core.errors import Unavailable
+from modelyard.core.errors import InvalidRequest, Unavailable
 from modelyard.engines.llama_cpp import gpu_library
 from modelyard.engines.llama_cpp.library import cpu_features
 from modelyard.engines.llama_cpp.selftest import BrokenLibrary, find_fault
 from modelyard.library import llama_cpp_build, llama_cpp_package, media_build
 from modelyard.library.llama_cpp_package import (
+    PACKAGES,
     LibraryPackage,
     Variant,
     chosen_library,
@@ -83,6 +85,33 @@ def set_up_variant(variant: Variant, progress: ProgressReporter | None = None) -
     if found is None:
         raise BrokenLibrary(f"{reasons[0].rstrip('.')}. The library in use has not changed.")
     return found
+
+
+def set_up_library(choice: str, progress: ProgressReporter | None = None) -> Path:
+    """Use another library: a file or a folder, or a version. The one in use stays if that does not work here."""
+    folder = find_library(choice, progress)
+    if (fault := find_fault(folder)) is not None:
+        raise BrokenLibrary(f"{folder} is not used: {fault} The library in use has not changed.")
+    llama_cpp_package.use_library(folder)
+    return folder
+
+
+def find_library(choice: str, progress: ProgressReporter | None = None) -> Path:
+    """The folder of the library; a version is fetched, or compiled from llama-cpp-python's source."""
+    path = Path(choice).expanduser()
+    if path.exists():
+        return (path if path.is_dir() else path.parent).resolve()
+    if package := next((each for each in PACKAGES if each.version == choice and each in packages_for("cpu")), None):
+        return fetch(package, progress)
+    if re.fullmatch(r"20\d\d(\.\d+){2,3}", choice):
+        return llama_cpp_package.fetch_wheel(choice, progress)
+    if re.fullmatch(r"0\.\d+\.\d+", choice):
+        return llama_cpp_build.build(release=choice)
+    raise InvalidRequest(
+        f"{choice!r} is neither a file, a folder nor a version: use a version of the npm package such as 3.22.1, of "
+        "xllamacpp such as 2026.10.11549, or of llama-cpp-python such as 0.3.36",
+        code="library_unknown",
+    )
 
 
 def set_up_build(*, fresh: bool = False) -> Path:

@@ -114,6 +114,8 @@ ENGINE = EnginePlugin(
     prepare=prepare,
     estimate=estimate,
     faults=faults,
+    title="llama-server",
+    find_program=find_binary,
     tuning=__name__,
     has_fitted=True,
 )

@@ -52,9 +52,11 @@ def write_error(
 
 
 def error_body(error: ModelyardError, trace: str, hint: str = "") -> bytes:
-    fields = {"type": _STATUS[error.kind][1], "message": _message(error) + (f".{hint}" if hint else "")}
+    fields: dict[str, Any] = {"type": _STATUS[error.kind][1], "message": _message(error) + (f".{hint}" if hint else "")}
     param = "output_config.format" if error.param == "response_format" else error.param
     fields |= {name: value for name, value in (("code", error.code), ("param", param)) if value is not None}
+    if error.code is not None and error.code.startswith(("thread_", "compaction_")):
+        fields["details"] = {"error_code": error.code}  # the SDK's threads act on it
     return encode({"type": "error", "error": fields, "request_id": f"req_{trace}"})
 
 

@@ -8,17 +8,17 @@ A server without a toolset offers all of its tools, as in the first version of t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
 from modelyard.core import limits
 from modelyard.core.errors import InvalidRequest
-from modelyard.core.request import Text, Tool, ToolResult, ToolSelection, ToolServer
+from modelyard.core.request import TOOL_SEARCH, Text, Tool, ToolReference, ToolResult, ToolSelection, ToolServer
 
 TOOLSET = "mcp_toolset"
-_CALL_PREFIX = "mcptoolu_"
+_CALL_PREFIX, _SEARCH_PREFIX = "mcptoolu_", "srvtoolu_"
 
 
 class McpToolConfiguration(Struct):
@@ -110,16 +110,33 @@ def _token(server: ToolServer) -> str:
 
 
 def call_id(block_id: str) -> str:
-    return block_id.removeprefix(_CALL_PREFIX)
+    return block_id.removeprefix(_CALL_PREFIX).removeprefix(_SEARCH_PREFIX)
 
 
 def use_block(call_id: str, name: str, server: str, arguments: Any) -> dict[str, Any]:
+    if server == TOOL_SEARCH:
+        return {"type": "server_tool_use", "id": _SEARCH_PREFIX + call_id, "name": name, "input": arguments}
     named = {"type": "mcp_tool_use", "id": _CALL_PREFIX + call_id, "name": name, "server_name": server}
     return named | {"input": arguments}
 
 
-def result_block(result: ToolResult) -> dict[str, Any]:
-    """A block has room for text only."""
+def search_result_block(result: ToolResult) -> dict[str, Any]:
+    names = [part.name for part in result.content if isinstance(part, ToolReference)]
+    content: dict[str, Any] = {
+        "type": "tool_search_tool_search_result",
+        "tool_references": [{"type": "tool_reference", "tool_name": name} for name in names],
+    }
+    if result.is_error:
+        text = " ".join(part.text for part in result.content if isinstance(part, Text))
+        error = {"type": "tool_search_tool_result_error", "error_code": "invalid_tool_input", "error_message": text}
+        content = error
+    return {"type": "tool_search_tool_result", "tool_use_id": _SEARCH_PREFIX + result.call_id, "content": content}
+
+
+def result_block(result: ToolResult, searches: Collection[str] = ()) -> dict[str, Any]:
+    """A block has room for text only. `searches` are the calls that searched for tools."""
+    if result.call_id in searches:
+        return search_result_block(result)
     texts = [part.text if isinstance(part, Text) else f"[{type(part).__name__.lower()}]" for part in result.content]
     return {
         "type": "mcp_tool_result",

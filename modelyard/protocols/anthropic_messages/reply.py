@@ -22,7 +22,7 @@ from modelyard.core.events import (
     Usage,
 )
 from modelyard.core.protocol import ModelCard
-from modelyard.core.request import Request, Text, Thinking, ToolCall, ToolResult
+from modelyard.core.request import TOOL_SEARCH, Compaction, Request, Text, Thinking, ToolCall, ToolResult
 from modelyard.core.store import FileRecord
 from modelyard.protocols.anthropic_messages import mcp
 from modelyard.protocols.anthropic_messages.client_tools import TOOLSETS
@@ -38,9 +38,11 @@ STOP_REASONS: Mapping[StopReason, str] = {
     "end": "end_turn",
     "tool_calls": "tool_use",
     "stop_string": "stop_sequence",
+    "repetition": "max_tokens",  # before the next: a client reads this name as that
     "max_tokens": "max_tokens",
     "window": "model_context_window_exceeded",
     "content_filter": "refusal",
+    "compaction": "compaction",
 }
 ID_PREFIX = "msg_"
 
@@ -52,12 +54,25 @@ def write_reply(replies: list[Reply], request: Request) -> bytes:
     """
     reply = replies[0]
     hidden = hides_thinking(request)
-    content = [_write_output(block.part, hidden) for block in reply.blocks if block.complete]
+    calls = [block.part for block in reply.blocks if isinstance(block.part, ToolCall)]
+    searches = [call.id for call in calls if call.server == TOOL_SEARCH]
+    content = [_write_output(block.part, hidden, searches) for block in reply.blocks if block.complete]
     message = write_message(reply.started, content or [{"type": "text", "text": ""}])
     message["stop_reason"] = STOP_REASONS[reply.finished.reason]
     message["stop_sequence"] = reply.finished.stop_string
-    message["usage"] = write_usage(reply.finished.usage)
+    message["usage"] = _final_usage(reply.finished)
+    if request.context is not None:
+        message["context_management"] = {"applied_edits": request.applied_edits}
     return encode(message)
+
+
+def _final_usage(finished: Finished) -> dict[str, Any]:
+    """A summary that came first is an iteration of its own."""
+    usage = write_usage(finished.usage)
+    if finished.compaction is None:
+        return usage
+    summary = write_usage(finished.compaction) | {"type": "compaction"}
+    return usage | {"iterations": [summary, write_usage(finished.usage) | {"type": "message"}]}
 
 
 def write_message(started: Started, content: list[dict[str, Any]]) -> dict[str, Any]:
@@ -79,15 +94,23 @@ def hides_thinking(request: Request) -> bool:
     return request.reasoning.summary == "omitted"
 
 
-def _write_output(part: Text | Thinking | ToolCall | ToolResult, hidden: bool) -> dict[str, Any]:
+def _write_output(
+    part: Text | Thinking | ToolCall | ToolResult, hidden: bool, searches: Sequence[str]
+) -> dict[str, Any]:
     if isinstance(part, Thinking) and not part.redacted:
         text = "" if hidden else part.text
         return {"type": "thinking", "thinking": text, "signature": part.signature or pack_reasoning(part.text)}
     if isinstance(part, ToolResult):
-        return mcp.result_block(part)
+        return mcp.result_block(part, searches)
+    if isinstance(part, Compaction):
+        return _compaction_block(part.text)
     if isinstance(part, ToolCall) and part.server is not None:
         return mcp.use_block(part.id, part.name, part.server, _write_input(part))
     return write_block(part)
+
+
+def _compaction_block(summary: str | None) -> dict[str, Any]:
+    return {"type": "compaction", "content": summary, "encrypted_content": None}
 
 
 def write_block(part: Text | Thinking | ToolCall) -> dict[str, Any]:
@@ -192,6 +215,7 @@ _DELTA_TYPES = {
     "text": ("text_delta", "text"),
     "thinking": ("thinking_delta", "thinking"),
     "tool_call": ("input_json_delta", "partial_json"),
+    "compaction": ("compaction_delta", "content"),
 }
 
 
@@ -199,12 +223,13 @@ class MessagesStreamWriter:
     """The stream of one request. It keeps the text of a block only where the end of the block needs it."""
 
     def __init__(self, request: Request, trace: str) -> None:
-        self._trace = trace
+        self._trace, self._request = trace, request
         self._hides_thinking = hides_thinking(request)
         self._blocks = 0
         self._block = BlockStart(0, "text")
         self._delta_start = b""
         self._text: list[str] | None = None
+        self._searches: list[str] = []  # calls that searched for tools
         self._hidden = False
 
     def write(self, event: Event, choice: int = 0) -> bytes:  # noqa: ARG002 - this protocol has one choice
@@ -234,9 +259,13 @@ class MessagesStreamWriter:
         self._delta_start = _delta_start(event.index, *_DELTA_TYPES[event.kind])
         self._text = None if event.kind == "text" else []
         self._hidden = event.kind == "thinking" and self._hides_thinking
+        if event.server == TOOL_SEARCH:
+            self._searches.append(event.call_id)
         block = _use_block(event.call_id, event.name, event.namespace, {})
         if event.kind == "text":
             block = {"type": "text", "text": ""}
+        elif event.kind == "compaction":
+            block = _compaction_block(None)
         elif event.kind == "thinking":
             block = {"type": "thinking", "thinking": "", "signature": ""}
         elif event.server is not None:
@@ -261,7 +290,7 @@ class MessagesStreamWriter:
     def _end_block(self, event: BlockEnd) -> bytes:
         last = b""
         if event.result is not None:
-            block = mcp.result_block(event.result)
+            block = mcp.result_block(event.result, self._searches)
             last = _frame({"type": "content_block_start", "index": event.index, "content_block": block})
         elif self._block.kind == "thinking":
             signature = event.signature or pack_reasoning("".join(self._text or ()))
@@ -282,7 +311,10 @@ class MessagesStreamWriter:
         """A reply without blocks gets one empty text block."""
         empty = b"" if self._blocks else self._start_block(BlockStart(0, "text")) + self._end_block(BlockEnd(0))
         delta = {"stop_reason": STOP_REASONS[event.reason], "stop_sequence": event.stop_string}
-        end = _frame({"type": "message_delta", "delta": delta, "usage": write_usage(event.usage)})
+        body = {"type": "message_delta", "delta": delta, "usage": _final_usage(event)}
+        if self._request.context is not None:
+            body["context_management"] = {"applied_edits": self._request.applied_edits}
+        end = _frame(body)
         return empty + end + _MESSAGE_STOP
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import groupby
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
-from msgspec import DecodeError, Raw, Struct, field
+from msgspec import DecodeError, Raw, Struct, ValidationError, convert, field
 from msgspec.json import Decoder
 from msgspec.structs import replace
 
@@ -18,6 +18,8 @@ from modelyard.core import limits
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.request import (
     FILE_ID,
+    TOOL_SEARCH,
+    Compaction,
     Constraint,
     Document,
     Image,
@@ -35,13 +37,16 @@ from modelyard.core.request import (
     ToolReference,
     ToolResult,
     ToolServer,
+    summary_message,
 )
-from modelyard.protocols.anthropic_messages import mcp
+from modelyard.protocols.anthropic_messages import context, mcp
 from modelyard.protocols.anthropic_messages.client_tools import is_client_tool, read_client_tools
 from modelyard.protocols.common.extensions import (
     ExtensionFields,
+    Ignored,
     check_option,
     check_positive,
+    ignored_fields,
     read_constraint,
     read_priority,
     read_sampling,
@@ -52,6 +57,7 @@ from modelyard.protocols.common.reasoning_signature import unpack_reasoning
 UNPARSED = "__unparsedToolInput"  # how clients return arguments that were not JSON
 
 Warnings = dict[str, None]  # an ordered set
+T = TypeVar("T")
 
 
 # --- the body -------------------------------------------------------------------------------------------------------
@@ -81,6 +87,7 @@ class ContentBlock(Struct, gc=False):
     context: Any = None
     source: Raw = field(default_factory=Raw)
     content: Raw = field(default_factory=Raw)
+    tool: Any = None
 
 
 Content = limits.Text | Annotated[list[ContentBlock], limits.Parts] | None
@@ -89,6 +96,8 @@ Content = limits.Text | Annotated[list[ContentBlock], limits.Parts] | None
 class AnthropicMessage(Struct, gc=False):
     role: limits.Word
     content: Content = None
+    clear_at: limits.Word | None = None
+    output_config: AnthropicOutputConfig | None = None
 
 
 class AnthropicTool(Struct):
@@ -136,6 +145,19 @@ class MessagesBody(ExtensionFields, kw_only=True):
     output_format: AnthropicOutputFormat | None = None  # the older beta name of output_config.format
     metadata: limits.JsonObject | None = None
     mcp_servers: mcp.McpServerList | None = None
+    thread: context.AnthropicThread | None = None
+    compaction: context.AnthropicCompaction | None = None
+    context_management: context.AnthropicContext | None = None
+    fallbacks: context.Fallbacks = None
+    # Without effect: they belong to Anthropic's services.
+    billing_policy: Ignored = None
+    cache_control: Ignored = None
+    container: Ignored = None
+    diagnostics: Ignored = None
+    fallback_credit_token: Ignored = None
+    inference_geo: Ignored = None
+    service_tier: Ignored = None
+    speed: Ignored = None
 
 
 class TypedToolFields(Struct):
@@ -155,6 +177,18 @@ class Source(Struct):
     content: Raw = Raw()
 
 
+class FoundTool(Struct):
+    tool_name: limits.Name
+
+
+class FoundTools(Struct):
+    """The `content` of a tool_search_tool_result block."""
+
+    tool_references: Annotated[list[FoundTool], limits.Tools] = field(default_factory=list)
+    error_code: limits.Word | None = None
+    error_message: limits.Text | None = None
+
+
 class UnparsedInput(Struct):
     raw: limits.Text
 
@@ -164,6 +198,7 @@ _body_decoder = Decoder(MessagesBody)
 _typed_tool_decoder = Decoder(TypedToolFields)
 _content_decoder: Decoder[Content] = Decoder(Content)
 _source_decoder = Decoder(Source)
+_search_decoder = Decoder(FoundTools)
 _unparsed_decoder = Decoder(dict[str, UnparsedInput])
 _string_decoder = Decoder(str)
 
@@ -188,16 +223,27 @@ def read_request(body: bytes, headers: Mapping[str, str]) -> Request:
     parsed = decode(_body_decoder, body)
     if not parsed.model:
         raise InvalidRequest("model: the name of a model is required", param="model")
-    if not parsed.messages:
+    thread = parsed.thread
+    previous = thread.previous_message_id if thread is not None and thread.type == "continue" else None
+    if thread is not None and thread.type == "continue" and not previous:
+        raise InvalidRequest("thread.previous_message_id: name the reply to continue", param="thread")
+    if previous and (parsed.system or parsed.tools):
+        raise InvalidRequest("a thread has the system prompt and the tools of its first request", param="thread")
+    if not parsed.messages and not previous:
         raise InvalidRequest("messages: at least one message is required", param="messages")
     check_positive("max_tokens", parsed.max_tokens)
-    warnings: Warnings = {}
+    warnings: Warnings = dict.fromkeys(ignored_fields(parsed))
     user = _read_user(parsed.metadata)
     tool_choice, parallel = _read_tool_choice(parsed.tool_choice, warnings)
+
+    def ignore(name: str) -> None:
+        warnings[f"field_ignored:{name}"] = None
+
+    managed = context.read_context(parsed.compaction, parsed.context_management, ignore)
     return Request(
         model=parsed.model,
         messages=_read_messages(parsed, warnings),
-        tools=_read_tools(parsed, body) if parsed.tools or parsed.mcp_servers else (),
+        tools=_with_changes(parsed, _read_tools(parsed, body) if parsed.tools or parsed.mcp_servers else ()),
         tool_choice=tool_choice,
         parallel_tool_calls=parallel,
         sampling=read_sampling(parsed, MAX_TEMPERATURE),
@@ -213,6 +259,10 @@ def read_request(body: bytes, headers: Mapping[str, str]) -> Request:
         session=_read_session(headers, user),
         user=user,
         metadata=parsed.metadata,
+        previous=previous,
+        thread=thread is not None,
+        context=managed,
+        fallbacks=context.read_fallbacks(parsed.fallbacks, _read_fallback_thinking),
         warnings=tuple(warnings),
     )
 
@@ -244,7 +294,8 @@ def _read_output_format(body: MessagesBody) -> Constraint | None:
 
 
 def _read_reasoning(body: MessagesBody) -> Reasoning:
-    effort = body.output_config.effort if body.output_config else None
+    changes = [body.output_config, *(message.output_config for message in body.messages)]
+    effort = next((change.effort for change in reversed(changes) if change is not None and change.effort), None)
     thinking = body.thinking
     if thinking is None:
         return Reasoning(effort=effort) if effort else _DEFAULT_REASONING
@@ -254,6 +305,17 @@ def _read_reasoning(body: MessagesBody) -> Reasoning:
         budget=thinking.budget_tokens,
         summary=thinking.display,
     )
+
+
+def _read_fallback_thinking(thinking: dict[str, Any]) -> Reasoning:
+    return _read_reasoning(MessagesBody(thinking=_converted(thinking, AnthropicThinking, "fallbacks.thinking")))
+
+
+def _converted(value: dict[str, Any], kind: type[T], path: str) -> T:
+    try:
+        return convert(value, kind)
+    except ValidationError as error:
+        raise InvalidRequest(f"{path}: {error}", param=path, code="invalid_type") from None
 
 
 def _read_user(metadata: dict[str, Any] | None) -> str | None:
@@ -281,6 +343,28 @@ def _read_tools(body: MessagesBody, data: bytes) -> tuple[Tool, ...]:
         fields = decode(_typed_tool_decoder, data).tools
     read = tuple(_iter_tools(tools, fields, servers))
     return (*read, *mcp.without_toolset(servers, read)) if servers else read
+
+
+def _with_changes(body: MessagesBody, tools: tuple[Tool, ...]) -> tuple[Tool, ...]:
+    """The tools as blocks within the conversation have changed them: one that is defined there is shown there."""
+    found, changed = {tool.name: tool for tool in tools}, False
+    for message in body.messages:
+        for block in message.content if isinstance(message.content, list) else ():
+            if block.type in ("tool_addition", "tool_removal") and isinstance(block.tool, dict):
+                changed, name = True, _changed_name(block)
+                if isinstance(entry := block.tool.get("definition"), dict):
+                    for new in _iter_tools([_converted(entry, AnthropicTool, "tool.definition")], [entry], {}):
+                        found.setdefault(new.name, replace(new, deferred=True))
+                elif block.type == "tool_removal":
+                    found.pop(name, None)
+    return tuple(found.values()) if changed else tools
+
+
+def _changed_name(block: ContentBlock) -> str:
+    tool = block.tool if isinstance(block.tool, dict) else {}
+    definition = tool.get("definition")
+    names = definition if isinstance(definition, dict) else tool
+    return _string(names.get("name") or names.get("server_name") or names.get("type"), "tool.name")
 
 
 def _has_type(tool: AnthropicTool) -> bool:
@@ -336,7 +420,10 @@ def _read_messages(body: MessagesBody, warnings: Warnings) -> tuple[Message, ...
     messages: list[Message] = []
     if body.system and has_content(system := _read_system(body.system, warnings)):
         messages.append(Message("system", tuple(system)))
+    users = [index for index, message in enumerate(body.messages) if message.role == "user"]
     for index, message in enumerate(body.messages):
+        if message.clear_at == "next_user_message" and users and users[-1] > index:
+            continue
         try:
             _read_message(messages, message, warnings)
         except InvalidRequest as error:
@@ -358,8 +445,14 @@ def _read_message(messages: list[Message], message: AnthropicMessage, warnings: 
         known = ", ".join(_ROLES)
         raise InvalidRequest(f"role: unknown role {message.role!r}, expected one of {known}", param="role")
     parts = read_content(message.content, warnings)
-    if role == "system" and parts:
+    if role == "system" and (parts or message.output_config is not None):
         parts = _drop_billing(parts, warnings)
+        if not parts:
+            return
+    if (at := next((at for at, part in enumerate(parts) if isinstance(part, Compaction)), None)) is not None:
+        del messages[1 if messages and messages[0].role == "system" else 0 :]  # the summary stands for them
+        messages.append(summary_message("".join(part.text for part in parts[at : at + 1] if isinstance(part, Text))))
+        parts = parts[at + 1 :]
         if not parts:
             return
     if not any(isinstance(part, ToolResult) for part in parts):
@@ -536,6 +629,27 @@ def _read_tool_result(block: ContentBlock, warnings: Warnings) -> Iterable[Part]
     return (ToolResult(_string(block.tool_use_id, "tool_use_id"), tuple(content), block.is_error is True),)
 
 
+def _read_server_use(block: ContentBlock, warnings: Warnings) -> Iterable[Part]:
+    """A search for tools; other calls ran at Anthropic, and their results are dropped with them."""
+    name = _string(block.name, "name")
+    if not name.startswith("tool_search_tool"):
+        warnings["block_dropped:server_tool_use"] = None
+        return ()
+    return (ToolCall(mcp.call_id(_string(block.id, "id")), name, read_input(block.input), server=TOOL_SEARCH),)
+
+
+def _read_search_tools(block: ContentBlock, _: Warnings) -> Iterable[Part]:
+    try:
+        found = _search_decoder.decode(block.content or b"{}")
+    except DecodeError as error:
+        raise InvalidRequest(f"content: {error}", param="content") from None
+    content: tuple[ResultPart, ...] = tuple(ToolReference(one.tool_name) for one in found.tool_references)
+    if found.error_code is not None:
+        content = (Text(found.error_message or found.error_code),)
+    id = mcp.call_id(_string(block.tool_use_id, "tool_use_id"))
+    return (ToolResult(id, content, found.error_code is not None),)
+
+
 def _read_mcp_use(block: ContentBlock, _: Warnings) -> Iterable[Part]:
     id, server = mcp.call_id(_string(block.id, "id")), _string(block.server_name, "server_name")
     return (ToolCall(id, _string(block.name, "name"), read_input(block.input), server=server),)
@@ -546,13 +660,30 @@ def _read_mcp_result(block: ContentBlock, warnings: Warnings) -> Iterable[Part]:
     return (replace(result, call_id=mcp.call_id(result.call_id)),) if isinstance(result, ToolResult) else ()
 
 
-def _read_mcp_listing(_block: ContentBlock, _: Warnings) -> Iterable[Part]:
-    """The tools of a server, which it lists itself."""
+def _read_nothing(_block: ContentBlock, _: Warnings) -> Iterable[Part]:
+    """The tools of a server, which it lists itself; where another model went on."""
     return ()
+
+
+def _read_addition(block: ContentBlock, _: Warnings) -> Iterable[Part]:
+    return (ToolReference(_changed_name(block)),)
+
+
+def _read_removal(block: ContentBlock, _: Warnings) -> Iterable[Part]:
+    return (Text(f"The tool {_changed_name(block)} is no longer available."),)
 
 
 def _read_tool_reference(block: ContentBlock, _: Warnings) -> Iterable[Part]:
     return (ToolReference(_string(block.tool_name, "tool_name")),)
+
+
+def _read_compaction(block: ContentBlock, _: Warnings) -> Iterable[Part]:
+    """Without a content the compaction failed, and nothing is left out."""
+    try:
+        summary = _string_decoder.decode(block.content) if block.content else ""
+    except DecodeError:
+        summary = ""
+    return (Compaction(summary),) if summary else ()
 
 
 _BLOCK_READERS: Mapping[str, Callable[[ContentBlock, Warnings], Iterable[Part]]] = {
@@ -565,7 +696,13 @@ _BLOCK_READERS: Mapping[str, Callable[[ContentBlock, Warnings], Iterable[Part]]]
     "tool_use": _read_tool_use,
     "tool_result": _read_tool_result,
     "tool_reference": _read_tool_reference,
+    "server_tool_use": _read_server_use,
+    "tool_search_tool_result": _read_search_tools,
     "mcp_tool_use": _read_mcp_use,
     "mcp_tool_result": _read_mcp_result,
-    "mcp_tool_listing": _read_mcp_listing,
+    "mcp_tool_listing": _read_nothing,
+    "fallback": _read_nothing,
+    "tool_addition": _read_addition,
+    "tool_removal": _read_removal,
+    "compaction": _read_compaction,
 }

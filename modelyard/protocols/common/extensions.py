@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import cache
 from operator import attrgetter
-from typing import Any
+from typing import Annotated, Any, get_type_hints
 
 from msgspec import Struct
 from msgspec.structs import fields
@@ -67,6 +68,20 @@ class ExtensionFields(Struct, kw_only=True, gc=False):
     ignore_eos: bool | None = None
 
 
+Ignored = Annotated[Any, "without effect"]  # the type of a field that is accepted and reported; docs/api.md lists them
+
+
+@cache
+def ignored_names(body: type[Struct]) -> tuple[str, ...]:
+    return tuple(name for name, hint in get_type_hints(body, include_extras=True).items() if hint == Ignored)
+
+
+def ignored_fields(body: Struct, prefix: str = "") -> list[str]:
+    """Warnings about the fields without effect that the client sent; the reply has their names in a header."""
+    names = ignored_names(type(body))
+    return [f"field_ignored:{prefix}{name}" for name in names if getattr(body, name) not in (None, "")]
+
+
 # name → (lowest, highest). Outside the range the value has no meaning for any sampler.
 RANGES: dict[str, tuple[float, float]] = {
     "temperature": (0.0, 100.0),
@@ -126,6 +141,14 @@ def read_sampling(body: ExtensionFields, max_temperature: float = 100.0) -> Samp
         except ValueError:
             raise InvalidRequest("logit_bias must map token ids to numbers", param="logit_bias") from None
     return Sampling(**given)
+
+
+def take_biased_texts(body: ExtensionFields) -> tuple[tuple[str, float], ...]:
+    """The texts among the keys of `logit_bias`, as llama-server takes them; ids stay there."""
+    given = body.logit_bias or {}
+    texts = {text: value for text, value in given.items() if not text.lstrip("-").isdecimal()}
+    body.logit_bias = {token: value for token, value in given.items() if token not in texts} or None
+    return tuple(texts.items())
 
 
 # llama.cpp's letter → the name

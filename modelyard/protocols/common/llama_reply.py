@@ -28,7 +28,13 @@ from modelyard.protocols.common.json import encode
 from modelyard.protocols.common.openai_errors import error_body
 from modelyard.protocols.common.sse import comment, frame
 
-_STOP_TYPES: Mapping[StopReason, str] = {"end": "eos", "stop_string": "word", "max_tokens": "limit", "window": "limit"}
+_STOP_TYPES: Mapping[StopReason, str] = {
+    "end": "eos",
+    "stop_string": "word",
+    "max_tokens": "limit",
+    "window": "limit",
+    "repetition": "limit",
+}
 
 
 def reply_text(reply: Reply) -> str:
@@ -109,7 +115,12 @@ class UpstreamProgress(Struct):
 
 
 def write_progress(read: PromptRead) -> dict[str, Any]:
-    return {"total": read.total, "cache": read.cached, "processed": read.done, "time_ms": int(read.seconds * 1000)}
+    """The fields of a chunk that reports how much of the prompt is read."""
+    progress = {"total": read.total, "cache": read.cached, "processed": read.done, "time_ms": int(read.seconds * 1000)}
+    return {
+        "prompt_progress": progress,
+        "timings": write_timings(Usage(read.done, read.cached), Timings(first_token=read.seconds)),
+    }
 
 
 def selected(reply: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
@@ -171,7 +182,7 @@ class LlamaStreamWriter:
 
     def _write_progress(self, read: PromptRead, choice: int) -> bytes:
         piece = {"index": choice, "content": "", "tokens": [], "stop": False, "id_slot": -1}
-        return frame(encode(piece | {"prompt_progress": write_progress(read)}))
+        return frame(encode(piece | write_progress(read)))
 
     def keepalive(self) -> bytes:
         return comment()

@@ -78,12 +78,16 @@ def write_http_error(
     return WireError(STATUS[error.kind][0], encode({"error": body}), headers)
 
 
-def http_error_writer(overflow_param: str) -> Callable[..., WireError]:
+def http_error_writer(overflow_param: str, overflow_type: str | None = None) -> Callable[..., WireError]:
     """The `write_error` of a protocol whose streams fail, before their first byte, like any other request."""
 
     def write_error(error: ModelyardError, *, trace: str, streaming: bool = False, request: Any = None) -> WireError:
         del streaming, request
-        return write_http_error(error, trace, overflow_param)
+        written = write_http_error(error, trace, overflow_param)
+        if overflow_type is not None and isinstance(error, ContextOverflow):
+            body = error_body(error, overflow_param) | {"type": overflow_type}
+            return WireError(written.status, encode({"error": body}), written.headers)
+        return written
 
     return write_error
 

@@ -30,7 +30,9 @@ FINISH_REASONS: Mapping[StopReason, str] = {
     "stop_string": "stop",
     "max_tokens": "length",
     "window": "length",
+    "repetition": "length",
     "content_filter": "content_filter",
+    "compaction": "stop",
 }
 
 Prompts = tuple[str | tuple[int, ...], ...]

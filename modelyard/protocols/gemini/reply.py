@@ -38,7 +38,9 @@ FINISH_REASONS: Mapping[StopReason, str] = {
     "stop_string": "STOP",
     "max_tokens": "MAX_TOKENS",
     "window": "MAX_TOKENS",
+    "repetition": "MAX_TOKENS",
     "content_filter": "SAFETY",
+    "compaction": "STOP",
 }
 _BASE64 = re.compile(r"(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?")
 

@@ -38,7 +38,9 @@ from modelyard.core.request import (
 from modelyard.protocols.common.call_arguments import CallNumbers, read_arguments
 from modelyard.protocols.common.extensions import (
     ExtensionFields,
+    Ignored,
     check_positive,
+    ignored_fields,
     read_constraint,
     read_priority,
     read_sampling,
@@ -111,9 +113,17 @@ class GeminiTool(Struct, rename="camel"):
     """A tool of Google's servers, such as `googleSearch`, is a field of its own."""
 
     function_declarations: Annotated[list[GeminiFunction], limits.Tools] | None = None
+    code_execution: Any = None
+    computer_use: Any = None
+    enterprise_web_search: Any = None
+    exa_ai_search: Any = None
+    file_search: Any = None
+    google_maps: Any = None
     google_search: Any = None
     google_search_retrieval: Any = None
-    code_execution: Any = None
+    mcp_servers: Any = None
+    parallel_ai_search: Any = None
+    retrieval: Any = None
     url_context: Any = None
 
 
@@ -149,6 +159,18 @@ class GeminiGenerationConfig(ExtensionFields, rename="camel"):
     response_logprobs: bool | None = None
     logprobs: int | None = None
     thinking_config: GeminiThinkingConfig | None = None
+    # Without effect: sound, pictures, and choices of Google's services.
+    audio_timestamp: Ignored = None
+    audio_transcription_config: Ignored = None
+    enable_affective_dialog: Ignored = None
+    enable_enhanced_civic_answers: Ignored = None
+    image_config: Ignored = None
+    media_resolution: Ignored = None
+    model_selection_config: Ignored = None
+    response_format: Ignored = None
+    routing_config: Ignored = None
+    speech_config: Ignored = None
+    translation_config: Ignored = None
 
 
 class GeminiBody(Struct, rename="camel"):
@@ -160,6 +182,14 @@ class GeminiBody(Struct, rename="camel"):
     tools: Annotated[list[GeminiTool], limits.Tools] | None = None
     tool_config: GeminiToolConfig | None = None
     generation_config: GeminiGenerationConfig | None = None
+    cached_content: limits.Name | None = None
+    continuation_token: limits.Text | None = None
+    generation_output_config: Ignored = None
+    labels: Ignored = None  # this and the next are without effect
+    model_armor_config: Ignored = None
+    safety_settings: Ignored = None
+    service_tier: Ignored = None
+    store: Ignored = None
 
 
 class GeminiCountBody(GeminiBody, rename="camel"):
@@ -200,7 +230,11 @@ def read_count_request(body: bytes, headers: Mapping[str, str]) -> Request:
 
 
 def _read_body(body: GeminiBody, model: str, headers: Mapping[str, str]) -> Request:
-    config, warnings = body.generation_config or _NO_CONFIG, list[str]()
+    config = body.generation_config or _NO_CONFIG
+    warnings = [*ignored_fields(body), *ignored_fields(config)]
+    if body.cached_content or body.continuation_token:
+        name = "cachedContent" if body.cached_content else "continuationToken"
+        raise Unsupported(f"{name}: contents are not stored here; send them whole", param=name)
     if not body.contents:
         raise InvalidRequest("contents: at least one content is required", param="contents")
     config.top_k = read_whole("generationConfig.topK", config.top_k)
@@ -289,7 +323,7 @@ def _enum(schema: Mapping[str, Any]) -> Constraint:
     return Constraint("regex", limits.check_length("responseSchema.enum", f"({pattern})", limits.MAX_GRAMMAR))
 
 
-_SERVER_TOOLS = ("google_search", "google_search_retrieval", "code_execution", "url_context")
+_SERVER_TOOLS = tuple(name for name in GeminiTool.__struct_fields__ if name != "function_declarations")
 
 
 def _read_tools(tools: list[GeminiTool]) -> list[Tool]:

@@ -14,7 +14,7 @@ from modelyard.core import limits
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.events import Finished, StopReason, TokenLogprob
 from modelyard.core.request import Constraint, Image, Reasoning, Sampling
-from modelyard.protocols.common.extensions import ExtensionFields, read_sampling, read_whole
+from modelyard.protocols.common.extensions import ExtensionFields, Ignored, ignored_fields, read_sampling, read_whole
 from modelyard.protocols.common.openai_fields import MIN_LOGPROB, check_range
 
 NDJSON = b"application/x-ndjson"
@@ -24,7 +24,9 @@ DONE_REASONS: Mapping[StopReason, str] = {
     "stop_string": "stop",
     "max_tokens": "length",
     "window": "length",
+    "repetition": "length",
     "content_filter": "stop",
+    "compaction": "stop",
 }
 Images = Annotated[list[limits.Text], Meta(max_length=10_000)]
 KeepAlive = float | limits.Word | None
@@ -35,12 +37,28 @@ class OllamaOptions(ExtensionFields):
     numbers that are written with a fraction."""
 
     num_predict: Any = None
-    num_ctx: Any = None
+    num_ctx: Ignored = None
     top_k: Any = None
     seed: Any = None
     mirostat: Any = None
     repeat_penalty: float | None = None
     stop: limits.StopString | limits.StopStrings | None = None
+    # Without effect: what a model is loaded with, which the configuration has, and a sampler that is gone.
+    embedding_only: Ignored = None
+    f16_kv: Ignored = None
+    logits_all: Ignored = None
+    low_vram: Ignored = None
+    main_gpu: Ignored = None
+    num_batch: Ignored = None
+    num_gpu: Ignored = None
+    num_keep: Ignored = None
+    num_thread: Ignored = None
+    numa: Ignored = None
+    penalize_newline: Ignored = None
+    tfs_z: Ignored = None
+    use_mlock: Ignored = None
+    use_mmap: Ignored = None
+    vocab_only: Ignored = None
 
 
 class OllamaBody(ExtensionFields):
@@ -73,8 +91,7 @@ def read_options(body: OllamaBody, warnings: list[str]) -> tuple[Sampling, int |
         sampling = replace(sampling, repetition_penalty=options.repeat_penalty)
     if sampling.seed is not None and sampling.seed < 0:
         sampling = replace(sampling, seed=None)  # a random one
-    if options.num_ctx is not None:
-        warnings.append("num_ctx_ignored: the configuration sets the window of a model")
+    warnings += ignored_fields(options, "options.")
     limit = options.num_predict
     return sampling, limit if limit is not None and limit > 0 else None, options
 

@@ -22,7 +22,7 @@ from modelyard.core import limits
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.events import Finished, Reply
 from modelyard.core.request import Infill, Message, Request, Text
-from modelyard.protocols.common.extensions import present
+from modelyard.protocols.common.extensions import Ignored, ignored_fields, present
 from modelyard.protocols.common.json import decode, encode
 from modelyard.protocols.ollama.errors import write_error
 from modelyard.protocols.ollama.fields import Images, OllamaBody, read_images, write_logprobs
@@ -42,10 +42,13 @@ class OllamaGenerateBody(OllamaBody):
     prompt: limits.Text | None = None
     suffix: limits.Text | None = None
     system: limits.Text | None = None
-    template: limits.Text | None = None
+    template: Ignored = None  # the configuration sets the template of a model
     context: limits.TokenIds | None = None
     raw: bool | None = None
     images: Images | None = None
+    height: Ignored = None  # these three of a picture to generate; without effect
+    steps: Ignored = None
+    width: Ignored = None
 
 
 _decoder = msgspec.json.Decoder(OllamaGenerateBody)
@@ -54,10 +57,8 @@ _decoder = msgspec.json.Decoder(OllamaGenerateBody)
 def read_request(body: bytes, headers: Mapping[str, str]) -> Request:
     parsed = decode(_decoder, body)
     common = read_common(parsed, headers)
-    warnings = [*common.warnings]
+    warnings = [*common.warnings, *ignored_fields(parsed)]
     prompt, is_bare = parsed.prompt or "", parsed.raw is True or bool(parsed.suffix)
-    if parsed.template and not is_bare:
-        warnings.append("template_ignored: the configuration sets the template of a model")
     if is_bare and parsed.images:
         raise InvalidRequest("images belong to a message: leave raw and suffix out", param="images")
     load_only = not prompt and not parsed.images and not parsed.suffix
@@ -110,7 +111,7 @@ def _text(message: Message) -> str:
 
 def _read_context(context: Sequence[int], warnings: list[str]) -> tuple[Message, ...]:
     if tuple(context[:2]) != _MAGIC:
-        warnings.append("context_ignored: it is not from this server")
+        warnings.append("field_ignored:context is not from this server")
         return ()
     try:
         unpacker = zlib.decompressobj()

@@ -51,7 +51,7 @@ from modelyard.protocols.common.openai_fields import (
     read_usage,
 )
 from modelyard.protocols.common.sse import SseReader
-from modelyard.protocols.openai_chat.reply import ID_PREFIX, write_call
+from modelyard.protocols.openai_chat.reply import ID_PREFIX, REPETITION, write_call
 from modelyard.protocols.openai_chat.request import (
     THINKING_KWARG,
     read_arguments,
@@ -235,6 +235,7 @@ class UpstreamLogprobs(Struct):
 
 _STOP_REASONS: dict[str, StopReason] = {
     "length": "max_tokens",
+    "repetition": "repetition",  # vLLM's
     "tool_calls": "tool_calls",
     "function_call": "tool_calls",
     "content_filter": "content_filter",
@@ -251,6 +252,8 @@ def _read_finish(finish: str | None, stop: object, has_calls: bool) -> tuple[Sto
     reason = _STOP_REASONS.get(finish or "", "end")
     if reason == "end" and isinstance(stop, str):
         return "stop_string", stop
+    if reason == "max_tokens" and stop == REPETITION:
+        return "repetition", None
     return ("tool_calls" if reason == "end" and has_calls else reason), None
 
 
@@ -455,7 +458,7 @@ class ChatStreamReader(SseReader):
             self._out.append(Started(self._id, chunk.model or "", int(chunk.created or 0), prompt_logprobs=logprobs))
         if chunk.prompt_progress is not None:
             self._out.append(chunk.prompt_progress.event)
-        if chunk.timings is not None and self._stop is None:
+        if chunk.timings is not None and self._stop is None and chunk.prompt_progress is None:
             self._out.append(chunk.timings.event)
         for choice in chunk.choices or ():
             if choice.index != 0 or self._stop is not None:

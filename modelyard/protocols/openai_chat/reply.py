@@ -28,6 +28,7 @@ from modelyard.core.events import (
 )
 from modelyard.core.protocol import ModelCard
 from modelyard.core.request import Request, Text, ToolCall
+from modelyard.protocols.common.dialects import INFER_SERVER
 from modelyard.protocols.common.json import encode, is_json_object
 from modelyard.protocols.common.llama_reply import write_progress, write_timings
 from modelyard.protocols.common.openai_errors import error_body
@@ -44,6 +45,7 @@ from modelyard.protocols.common.openai_fields import (
 from modelyard.protocols.common.sse import comment, frame
 
 ID_PREFIX = "chatcmpl-"
+REPETITION = "repetition_detected"
 
 
 # Structs, not dictionaries: they are built and encoded in half the time.
@@ -109,8 +111,13 @@ def _write_choice(index: int, reply: Reply, request: Request) -> CompletionChoic
     logprobs = None
     if request.logprobs is not None:
         logprobs = write_logprobs(t for b in reply.blocks if isinstance(b.part, Text) for t in b.logprobs)
-    stop = UNSET if finished.stop_string is None else finished.stop_string
+    stop = _stop_reason(finished) or UNSET
     return CompletionChoice(index, message, logprobs, FINISH_REASONS[finished.reason], stop)
+
+
+def _stop_reason(finished: Finished) -> str | None:
+    """An extension that vLLM and others write too: the stop string, or why the reply was cut."""
+    return REPETITION if finished.reason == "repetition" else finished.stop_string
 
 
 def write_call(call: ToolCall) -> dict[str, Any]:
@@ -217,7 +224,7 @@ class ChatStreamWriter:
         self._repeats_reasoning, self._reasoning_in_text = request.reasoning.both_names, request.reasoning.in_text
         self._has_timings = request.timings is not None
         self._timings: bytes | None = None  # of the last choice that has ended
-        self._failed = False
+        self._failed, self._has_error_reason = False, request.dialect == INFER_SERVER
 
     def write(self, event: Event, choice: int = 0) -> bytes:
         if self._failed:
@@ -283,7 +290,7 @@ class ChatStreamWriter:
 
     def _write_progress(self, read: PromptRead, state: _Choice) -> bytes:
         """As llama-server does, in a chunk without text."""
-        progress = b',"prompt_progress":' + encode(write_progress(read)) + b"}\n\n"
+        progress = b"," + encode(write_progress(read))[1:] + b"\n\n"
         return self._chunk(state.start, b'{"role":"assistant","content":null}')[: -len(b"}\n\n")] + progress
 
     def _measure(self, measured: Measured, state: _Choice) -> bytes:
@@ -356,11 +363,10 @@ class ChatStreamWriter:
         return state.delta_start + encode(event.text) + end
 
     def _finish(self, event: Finished, state: _Choice) -> bytes:
-        """`stop_reason` is an extension that holds the stop string; other servers write it too."""
         state.usage = event.usage
         end = b'{},"logprobs":null,"finish_reason":"%s"' % FINISH_REASONS[event.reason].encode()
-        if event.stop_string is not None:
-            end += b',"stop_reason":' + encode(event.stop_string)
+        if (stop := _stop_reason(event)) is not None:
+            end += b',"stop_reason":' + encode(stop)
         if self._has_timings:
             self._timings = encode(write_timings(event.usage, event.timings))
             self._chunk_end = self._end_with(event.usage, event.timings)
@@ -368,4 +374,9 @@ class ChatStreamWriter:
 
     def _fail(self, error: ModelyardError) -> bytes:
         self._failed = True
-        return frame(encode({"error": error_body(error)}))
+        reasons = b""
+        if self._has_error_reason:
+            unfinished = [choice for choice, state in sorted(self._choices.items()) if state.usage is None]
+            choices = [{"index": choice, "delta": {}, "finish_reason": "error"} for choice in unfinished]
+            reasons = frame(encode(self._fields | {"choices": choices})) if choices else b""
+        return reasons + frame(encode({"error": error_body(error)}))

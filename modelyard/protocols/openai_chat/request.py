@@ -34,13 +34,17 @@ from modelyard.core.request import (
     ToolChoice,
     ToolResult,
 )
+from modelyard.protocols.common.dialects import DEFAULT_DIALECT, INFER_SERVER, is_openai_client, read_dialect
 from modelyard.protocols.common.extensions import (
     MAX_TEMPERATURE,
+    Ignored,
     check_option,
     check_positive,
+    ignored_fields,
     read_constraint,
     read_priority,
     read_sampling,
+    take_biased_texts,
 )
 from modelyard.protocols.common.json import decode, dumps
 from modelyard.protocols.common.media_parts import read_audio, read_file
@@ -214,6 +218,15 @@ class ChatCompletionBody(ServerFields):
     metadata: limits.JsonObject | None = None
     safety_identifier: limits.Name | None = None
     store: bool | None = None
+    # Without effect: they belong to OpenAI's services.
+    audio: Ignored = None
+    moderation: Ignored = None
+    prediction: Ignored = None
+    prompt_cache_options: Ignored = None
+    prompt_cache_retention: Ignored = None
+    service_tier: Ignored = None
+    verbosity: Ignored = None
+    web_search_options: Ignored = None
 
 
 # --- the request ----------------------------------------------------------------------------------------------------
@@ -225,13 +238,15 @@ _decoder = msgspec.json.Decoder(ChatCompletionBody)
 def read_request(body: bytes, headers: Mapping[str, str]) -> Request:
     parsed = decode(_decoder, body)
     model = require_model(parsed.model)
+    dialect = _read_dialect(headers)
+    stream = parsed.stream is True or (parsed.stream is None and dialect == INFER_SERVER)
     if not parsed.messages:
         raise InvalidRequest("messages: at least one message is required", param="messages")
     if parsed.n is not None:
         check_range("n", parsed.n, 1, MAX_N)
     if parsed.modalities and "audio" in parsed.modalities:
         raise Unsupported('modalities: no model speaks here; send ["text"]', param="modalities")
-    warnings: list[str] = []
+    warnings = ignored_fields(parsed)
     messages, kwargs, form = _read_messages(parsed.messages, warnings), parsed.chat_template_kwargs, None
     if parsed.response_format is not None:
         form = _read_response_format(parsed.response_format)
@@ -239,6 +254,7 @@ def read_request(body: bytes, headers: Mapping[str, str]) -> Request:
     tools = _read_tools(parsed) if parsed.tools or parsed.functions else ()
     if isinstance(parsed.tool_choice, ChatToolChoice) and parsed.tool_choice.type == "allowed_tools":
         tools = _allowed_tools(parsed.tool_choice, tools)
+    biased_texts = take_biased_texts(parsed) if parsed.logit_bias else ()
     # A client sends few of the fields: what reads the others is not called.
     return Request(
         model=model,
@@ -247,16 +263,17 @@ def read_request(body: bytes, headers: Mapping[str, str]) -> Request:
         tool_choice=_read_tool_choice(parsed, warnings) if chooses else _TOOL_CHOICES["auto"],
         parallel_tool_calls=parsed.parallel_tool_calls,
         sampling=read_sampling(parsed, MAX_TEMPERATURE),
+        biased_texts=biased_texts,
         max_tokens=_read_max_tokens(parsed),
         stop=read_stop(parsed.stop, warnings) if parsed.stop else (),
         n=1 if parsed.n is None else parsed.n,
         logprobs=None if parsed.logprobs is None and parsed.top_logprobs is None else _read_logprobs(parsed),
-        prompt_logprobs=None if parsed.prompt_logprobs is None else read_prompt_logprobs(parsed, parsed.stream is True),
+        prompt_logprobs=None if parsed.prompt_logprobs is None else read_prompt_logprobs(parsed, stream),
         constraint=read_constraint(parsed, ("response_format", form)),
         reasoning=_read_reasoning(parsed),
-        stream=parsed.stream is True,
+        stream=stream,
         include_usage=parsed.stream_options is not None and parsed.stream_options.include_usage is True,
-        progress=parsed.return_progress is True and parsed.stream is True,
+        progress=parsed.return_progress is True and stream,
         timings=read_timings(parsed),
         lora_adapter=parsed.lora_adapter,
         chat_template_kwargs=_read_template_kwargs(kwargs) if kwargs else {},
@@ -270,8 +287,18 @@ def read_request(body: bytes, headers: Mapping[str, str]) -> Request:
         user=parsed.user or parsed.safety_identifier,
         metadata=parsed.metadata,
         store=parsed.store,
+        dialect=dialect,
         warnings=tuple(warnings),
     )
+
+
+def _read_dialect(headers: Mapping[str, str]) -> str:
+    """Of Infer Server: `stream` is true unless the request says otherwise, and a stream that fails has a finish reason.
+    OpenAI's otherwise, and for OpenAI's clients, whatever the setting."""
+    asked = read_dialect(headers, ("openai", INFER_SERVER))
+    if asked is None and headers.get(DEFAULT_DIALECT) == INFER_SERVER and not is_openai_client(headers):
+        return INFER_SERVER
+    return INFER_SERVER if asked == INFER_SERVER else ""
 
 
 def _read_max_tokens(body: ChatCompletionBody) -> int | None:

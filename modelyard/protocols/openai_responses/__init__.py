@@ -60,7 +60,7 @@ _UNREAD = Request(model="")  # for an error from before the body was read
 def read_request(body: bytes, headers: Mapping[str, str]) -> Request:
     """`headers` has lower-case names."""
     parsed = decode(body_decoder, body)
-    if is_pool_dialect(parsed):
+    if is_pool_dialect(parsed, headers):
         return pool_responses.read_request(body, headers)
     return read_body(parsed, headers)
 

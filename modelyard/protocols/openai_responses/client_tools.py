@@ -3,6 +3,7 @@
     tool `local_shell`               local_shell_call, local_shell_call_output
     tool `shell`                     shell_call, shell_call_output          (not in a container of OpenAI)
     tool `apply_patch`               apply_patch_call, apply_patch_call_output
+    tool `tool_search`               tool_search_call, tool_search_output   (or the gateway runs it)
     tool `computer`, `computer_use_preview`      computer_call, computer_call_output
 
 A model calls each as a function with the tool's type as its name.
@@ -16,7 +17,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from modelyard.core.request import FILE_ID, Image, ResultPart, Text, Tool, ToolCall, ToolResult
+from modelyard.core.request import FILE_ID, Image, ResultPart, Text, Tool, ToolCall, ToolReference, ToolResult
 from modelyard.protocols.common.client_tools import ClientTool, schema
 from modelyard.protocols.common.extensions import present
 from modelyard.protocols.common.json import JsonObject, dumps
@@ -52,10 +53,12 @@ TOOLS: Mapping[str, ClientTool] = {
             schema("type:kind path:string diff?:string", kind=("create_file", "update_file", "delete_file")),
         ),
         ClientTool("computer", _SCREEN, schema("actions:actions", actions={"type": "array", "items": _ACTION})),
+        ClientTool("tool_search", "Find tools that can be called from then on.", schema("query:string")),
         ClientTool("computer_use_preview", _SCREEN, schema("action:action", action=_ACTION)),
     )
 }
 _PREFIXES = {"local_shell": "lsh", "shell": "sh", "apply_patch": "apc", "computer": "cu", "computer_use_preview": "cu"}
+_PREFIXES["tool_search"] = "tsc"
 PREFIXES = frozenset(_PREFIXES.values())
 _CALLS = {"local_shell_call", "shell_call", "apply_patch_call", "computer_call"}
 CALL_ITEMS = frozenset(_CALLS)
@@ -69,18 +72,22 @@ def is_client_tool(kind: str, entry: JsonObject) -> bool:
     """A shell in a container runs at OpenAI."""
     environment = entry.get("environment")
     hosted = kind == "shell" and isinstance(environment, dict) and environment.get("type") != "local"
-    return kind in TOOLS and not hosted
+    return kind in TOOLS and not hosted and (kind != "tool_search" or entry.get("execution") == "client")
 
 
 def read_client_tool(kind: str, entry: JsonObject, namespace: str | None) -> Tool:
     tool, width, height = TOOLS[kind], entry.get("display_width"), entry.get("display_height")
     size = f" The screen is {width} x {height} pixels large." if isinstance(width, int | float) and height else ""
-    return Tool(kind, tool.description + size, tool.parameters, type=kind, namespace=namespace, vendor=entry)
+    own, text = entry.get("parameters"), entry.get("description")
+    parameters = own if kind == "tool_search" and isinstance(own, dict) else tool.parameters
+    description = text if kind == "tool_search" and isinstance(text, str) else tool.description + size
+    return Tool(kind, description, parameters, type=kind, namespace=namespace, vendor=entry)
 
 
 def call_type(tools: Iterable[Tool], name: str) -> str | None:
     """The type of the tool that the client runs under this name; None: it is an ordinary function."""
-    return next((t.type for t in tools if t.name == name and t.vendor is not None and t.type in TOOLS), None)
+    found = (t for t in tools if t.name == name and (t.vendor is not None or t.kind == "server"))
+    return next((t.type for t in found if t.type in TOOLS), None)
 
 
 def typed(call: ToolCall, tools: Iterable[Tool]) -> ToolCall:
@@ -104,6 +111,8 @@ def write_call(kind: str, status: str, call: ToolCall) -> JsonObject:
         found = {}
     arguments = found if isinstance(found, dict) else {}
     item = {"type": _item_type(kind), "status": status, "call_id": call.id}
+    if kind == "tool_search":
+        return item | {"execution": "client" if call.server is None else "server", "arguments": arguments}
     if kind == "local_shell":
         names = ("timeout_ms", "user", "working_directory")
         action = {"type": "exec", "command": _strings(arguments.get("command")), "env": arguments.get("env") or {}}
@@ -177,11 +186,19 @@ def _read_commands(part: JsonObject) -> str:
     return "\n".join([*(text.removesuffix("\n") for text in texts), f"[{ended}]"])
 
 
+def search_output(call_id: str, tools: list[JsonObject]) -> JsonObject:
+    item = {"type": "tool_search_output", "call_id": call_id, "execution": "server", "status": "completed"}
+    return item | {"tools": tools}
+
+
 def write_output(kind: str, result: ToolResult) -> JsonObject:
     """For an upstream of OpenAI, and in lists of items. The text of a shell's result is its standard output."""
     texts = "\n".join(part.text for part in result.content if isinstance(part, Text))
     if kind == "local_shell":  # its id is the call's
         return {"type": "local_shell_call_output", "id": result.call_id, "output": texts}
+    if kind == "tool_search":
+        names = [part.name for part in result.content if isinstance(part, ToolReference)]
+        return search_output(result.call_id, [{"type": "function", "name": name, "parameters": {}} for name in names])
     item: JsonObject = {"type": f"{_item_type(kind)}_output", "call_id": result.call_id}
     if kind == "shell":
         outcome = {"type": "exit", "exit_code": int(result.is_error)}

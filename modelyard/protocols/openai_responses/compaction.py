@@ -1,6 +1,6 @@
 """POST /v1/responses/compact: the model summarizes a conversation, and the client continues from the summary.
 
-The request is a Responses request whose last message asks for the summary. The reply has the newest texts of the user
+The gateway has the summary written (`gateway/compaction.py`). The reply has the newest texts of the user
 as they were, and a `compaction` item with the summary, which `request.py` reads when the client sends it back.
 """
 
@@ -10,47 +10,34 @@ from collections.abc import Mapping
 
 from msgspec.structs import replace
 
-from modelyard.core.errors import InvalidRequest, ModelyardError
+from modelyard.core.errors import ModelyardError
 from modelyard.core.events import Reply
 from modelyard.core.protocol import EventWriter, WireError
-from modelyard.core.request import Message, Request, Text
+from modelyard.core.request import SUMMARY, Compaction, ContextManagement, Message, Request, Text
 from modelyard.protocols.common.json import decode, encode
 from modelyard.protocols.common.openai_errors import write_http_error
 from modelyard.protocols.common.reasoning_signature import pack_reasoning
 from modelyard.protocols.openai_responses.client import ResponsesStreamReader, read_reply, write_items, write_request
 from modelyard.protocols.openai_responses.errors import read_error
 from modelyard.protocols.openai_responses.reply import ResponsesStreamWriter, write_usage
-from modelyard.protocols.openai_responses.request import SUMMARY, body_decoder, read_body
+from modelyard.protocols.openai_responses.request import body_decoder, read_body
 
 NAME = "openai_compaction"
 PATHS: tuple[str, ...] = ("/v1/responses/compact",)
 
 __all__ = ["read_error", "read_reply", "write_request"]
 
-_ASK = (
-    "Summarize this conversation for an assistant that continues it and sees nothing else of it: the task, what the "
-    "user asked for and decided, what was done and found, the exact names, paths, values and errors that matter, and "
-    "what is left to do. Write only the summary."
-)
 _KEPT_CHARS = 16_000  # of the user's newest texts
-_MAX_TOKENS = 4096  # of a summary, with its reasoning, if the client sets no limit: some models do not stop
 
 
 def read_request(body: bytes, headers: Mapping[str, str]) -> Request:
     request = read_body(decode(body_decoder, body), headers)
-    messages = (*request.messages, Message("user", (Text(_ASK),)))
-    limit = request.max_tokens or _MAX_TOKENS
-    return replace(request, messages=messages, tools=(), constraint=None, stream=False, store=False, max_tokens=limit)
+    return replace(request, stream=False, store=False, context=ContextManagement(compact_now=True))
 
 
 def write_reply(replies: list[Reply], request: Request) -> bytes:
     reply = replies[0]
-    summary = reply.text.strip()
-    if not summary:
-        raise InvalidRequest(
-            "the model wrote no summary: allow more max_output_tokens, use another model, or send all of the items",
-            code="no_summary",
-        )
+    summary = next(block.text for block in reply.blocks if isinstance(block.part, Compaction))
     key = reply.started.id
     kept = [
         {"id": f"msg_{key}_{n}", "status": "completed"} | item for n, item in enumerate(write_items(_kept(request)))
@@ -71,7 +58,7 @@ def _kept(request: Request) -> tuple[Message, ...]:
     """The newest texts of the user. An earlier summary is not one: the new summary has what is in it."""
     kept: list[Message] = []
     room = _KEPT_CHARS
-    for message in reversed(request.messages[:-1]):
+    for message in reversed(request.messages):
         texts = tuple(part for part in message.parts if isinstance(part, Text))
         if message.role == "user" and texts and not texts[0].text.startswith(SUMMARY):
             room -= sum(len(part.text) for part in texts)

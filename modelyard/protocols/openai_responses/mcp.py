@@ -13,13 +13,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeGuard
 
 from msgspec.structs import replace
 
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.events import BlockDelta, BlockEnd, BlockStart, Reply, ToolList
 from modelyard.core.request import (
+    TOOL_SEARCH,
     Message,
     Part,
     Text,
@@ -137,12 +138,16 @@ def refusal(item_id: str, reason: Any) -> ToolResult:
     return ToolResult(call_id(item_id), (Text(f"The user did not approve this call{why}"),), is_error=True)
 
 
+def _is_mcp_call(part: Part) -> TypeGuard[ToolCall]:
+    return isinstance(part, ToolCall) and part.server not in (None, TOOL_SEARCH)
+
+
 class ServerCalls:
     """Writes the calls of servers' tools in a conversation as items of an input, each with its result."""
 
     def __init__(self, messages: Iterable[Message]) -> None:
         parts = [part for message in messages for part in message.parts]
-        self._calls = {part.id for part in parts if isinstance(part, ToolCall) and part.server is not None}
+        self._calls = {part.id for part in parts if _is_mcp_call(part)}
         self._results = {part.call_id: part for part in parts if isinstance(part, ToolResult)} if self._calls else {}
 
     def write(self, parts: Iterable[Part], write: Callable[[Part], JsonObject]) -> Iterator[JsonObject]:
@@ -155,7 +160,7 @@ class ServerCalls:
                     "approval_request_id": _APPROVAL + part.call_id,
                     "approve": True,
                 }
-            elif isinstance(part, ToolCall) and part.server is not None:
+            elif _is_mcp_call(part):
                 result = self._results.get(part.id)
                 item = mcp_item(part, place, "completed", asks=result is None)
                 if result is not None:

@@ -33,7 +33,20 @@ from modelyard.core.events import (
     ToolList,
     Usage,
 )
-from modelyard.core.request import Constraint, Message, Request, Text, Thinking, Tool, ToolCall, ToolChoice, ToolResult
+from modelyard.core.request import (
+    TOOL_SEARCH,
+    Compaction,
+    Constraint,
+    Message,
+    Request,
+    Text,
+    Thinking,
+    Tool,
+    ToolCall,
+    ToolChoice,
+    ToolReference,
+    ToolResult,
+)
 from modelyard.protocols.common.json import JsonObject, encode
 from modelyard.protocols.common.reasoning_signature import pack_reasoning
 from modelyard.protocols.common.response_metrics import write_metrics
@@ -57,6 +70,7 @@ _CONSTANT_FIELDS = b"," + encode(_CONSTANT)[1:]
 _CUT_REASONS: Mapping[StopReason, str] = {
     "max_tokens": "max_output_tokens",
     "window": "max_output_tokens",
+    "repetition": "max_output_tokens",
     "content_filter": "content_filter",
 }
 _EMPTY_REPLY = (Block(Text("")),)  # a reply without blocks is one empty message, as in the stream
@@ -235,7 +249,7 @@ def write_usage(usage: Usage) -> JsonObject:
 
 def item_id(key: str, index: int, kind: BlockKind, call: ToolCall | None = None) -> str:
     """Built from the response's key and the item's index, so that a stream and the whole reply agree."""
-    prefix = {"text": "msg", "thinking": "rs"}.get(kind, "fc")
+    prefix = {"text": "msg", "thinking": "rs", "compaction": "cmp"}.get(kind, "fc")
     if call is not None and call.vendor_type is not None:
         prefix = client_tools.prefix(call.vendor_type)
     elif call is not None and call.custom:
@@ -255,7 +269,9 @@ def write_output(
         if isinstance(part, ToolResult):
             if (item := calls.get(part.call_id)) is not None:
                 mcp.add_result(item, part)
-        elif isinstance(part, ToolCall) and part.server is not None:
+            else:
+                output.append(search_item(part, key, len(output), request))
+        elif isinstance(part, ToolCall) and part.server not in (None, TOOL_SEARCH):
             status = "calling" if block.complete else "incomplete"
             item = mcp.mcp_item(part, place, status, asks=block.asks, approved=block.approved)
             calls[part.id] = item
@@ -266,10 +282,19 @@ def write_output(
     return output
 
 
+def search_item(result: ToolResult, key: str, index: int, request: Request) -> JsonObject:
+    """The tools that a search has found, as the request defines them."""
+    names = {part.name for part in result.content if isinstance(part, ToolReference)}
+    found = write_tools(tuple(tool for tool in request.tools if tool.name in names and tool.deferred))
+    return {"id": f"tso_{key}_{index}"} | client_tools.search_output(result.call_id, found)
+
+
 def write_item(block: Block, key: str, index: int, request: Request, is_cut: bool = False) -> JsonObject:
     part, status = block.part, _status(not is_cut)
     if isinstance(part, ToolResult):
         raise ValueError("a result is a part of its call's item")
+    if isinstance(part, Compaction):
+        return _compaction_item(item_id(key, index, "compaction"), pack_reasoning(part.text))
     if isinstance(part, Text):
         return message_item(item_id(key, index, "text"), status, [text_part(part.text, block.logprobs)])
     if isinstance(part, ToolCall):
@@ -285,6 +310,10 @@ def write_item(block: Block, key: str, index: int, request: Request, is_cut: boo
     if request.encrypted_reasoning:  # an upstream's own signature must return to that upstream unchanged
         item["encrypted_content"] = part.signature or pack_reasoning(part.text)
     return item
+
+
+def _compaction_item(id: str, content: str) -> JsonObject:
+    return {"id": id, "type": "compaction", "encrypted_content": content}
 
 
 def _status(complete: bool) -> Status:
@@ -411,7 +440,7 @@ class ResponsesStreamWriter:
         self._place = place + 1 if start.kind == "tool_call" else 0
         if start.kind == "tool_result":
             return b""
-        if start.server is None:
+        if start.server in (None, TOOL_SEARCH):
             self._item = _ItemWriter(start, self._key, index, self._request)
         else:
             self._item = self._calls[start.call_id] = mcp.McpCallWriter(start, index, place)
@@ -470,7 +499,12 @@ class ResponsesStreamWriter:
 
     def _end_call(self, result: ToolResult) -> bytes:
         call = self._calls.pop(result.call_id, None)
-        return b"" if call is None else self._frames(call.finish(result))
+        if call is not None:
+            return self._frames(call.finish(result))
+        item = search_item(result, self._key, index := len(self._output), self._request)
+        self._output.append(item)
+        added = {"output_index": index, "item": item}
+        return self._frame("response.output_item.added", added) + self._frame("response.output_item.done", added)
 
 
 class _ItemWriter:
@@ -493,7 +527,8 @@ class _ItemWriter:
 
     def _call(self, text: str) -> ToolCall:
         start = self._start
-        return ToolCall(start.call_id, start.name, text, start.namespace, start.custom, vendor_type=self._type)
+        call = ToolCall(start.call_id, start.name, text, start.namespace, start.custom, vendor_type=self._type)
+        return msgspec.structs.replace(call, server=start.server)
 
     def start_events(self) -> Iterator[NamedEvent]:
         if self._start.kind == "text":
@@ -501,9 +536,13 @@ class _ItemWriter:
         elif self._start.kind == "thinking":
             item = {"id": self._id, "type": "reasoning", "status": "in_progress", "summary": [], "content": []}
             part = {"type": "reasoning_text", "text": ""}
+        elif self._start.kind == "compaction":
+            item, part = _compaction_item(self._id, ""), {}
         else:
             item, part = call_item(self._id, "in_progress", self._call("")), {}
         yield "response.output_item.added", {"output_index": self._index, "item": item}
+        if self._start.kind == "compaction":
+            yield "response.compaction.compacting", self._position()
         if part:
             yield "response.content_part.added", self._position("content_index") | {"part": part}
         if self._has_summary:
@@ -515,7 +554,7 @@ class _ItemWriter:
             yield "response.output_text.delta", self._position("content_index")
         elif self._start.kind == "thinking":
             yield "response.reasoning_text.delta", self._position("content_index")
-        elif self._type is None:  # the fields of other calls are not their arguments
+        elif self._type is None and self.is_call:  # the fields of other calls are not their arguments
             yield f"response.{self._arguments}.delta", self._position()
         if self._has_summary:
             yield "response.reasoning_summary_text.delta", self._position("summary_index")
@@ -537,6 +576,8 @@ class _ItemWriter:
             block = Block(Text(text), tuple(self._logprobs))
         elif self._start.kind == "thinking":
             block = Block(Thinking(text, end.signature))
+        elif self._start.kind == "compaction":
+            block = Block(Compaction(text))
         else:
             block = Block(self._call(text), complete=end.complete)
         item = write_item(block, self._key, self._index, self._request, is_cut)
@@ -549,6 +590,9 @@ class _ItemWriter:
             yield "response.output_text.done", position | {"text": text, "logprobs": logprobs}
         elif self._start.kind == "thinking":
             yield "response.reasoning_text.done", position | {"text": text}
+        elif not self.is_call:
+            yield "response.output_item.done", {"output_index": self._index, "item": item}
+            return
         elif self._type is not None:
             if not complete:
                 return

@@ -19,7 +19,9 @@ from modelyard.core import limits
 from modelyard.core.errors import InvalidRequest, Unsupported
 from modelyard.core.request import (
     FILE_ID,
+    TOOL_SEARCH,
     Constraint,
+    ContextManagement,
     Image,
     ItemReference,
     Message,
@@ -34,13 +36,18 @@ from modelyard.core.request import (
     ToolApproval,
     ToolCall,
     ToolChoice,
+    ToolReference,
     ToolResult,
+    summary_message,
 )
+from modelyard.protocols.common.dialects import DEFAULT_DIALECT, is_openai_client, read_dialect
 from modelyard.protocols.common.extensions import (
     MAX_TEMPERATURE,
     ExtensionFields,
+    Ignored,
     check_option,
     check_positive,
+    ignored_fields,
     read_constraint,
     read_priority,
     read_sampling,
@@ -51,6 +58,7 @@ from modelyard.protocols.common.openai_fields import check_range, read_stop
 from modelyard.protocols.common.reasoning_signature import unpack_reasoning
 from modelyard.protocols.openai_responses import client_tools, mcp
 from modelyard.protocols.pool_responses import ITEM_TYPES as POOL_ITEM_TYPES
+from modelyard.protocols.pool_responses import PoolResponsesBody
 
 # --- the body -------------------------------------------------------------------------------------------------------
 
@@ -107,6 +115,9 @@ class InputItem(Struct, gc=False):
     approve: Any = None
     reason: Any = None
     error: Any = None
+    execution: Any = None
+    tools: Annotated[list[limits.JsonObject], limits.Tools] | None = None
+    reasoning: limits.JsonObject | None = None
 
 
 class TextFormat(Struct):
@@ -127,6 +138,11 @@ class ReasoningSettings(Struct):
     summary: limits.Word | None = None
     generate_summary: limits.Word | None = None  # the older name of `summary`
     max_tokens: int | None = None  # not OpenAI's; the same extension as on Chat
+
+
+class ContextEdit(Struct):
+    type: limits.Word = ""
+    compact_threshold: int | None = None
 
 
 class ResponsesBody(ExtensionFields):
@@ -155,29 +171,49 @@ class ResponsesBody(ExtensionFields):
     safety_identifier: limits.Name | None = None
     max_tool_calls: int | None = None
     prompt_cache_retention: limits.Word | None = None
+    context_management: Annotated[list[ContextEdit], msgspec.Meta(max_length=16)] | None = None
+    # Without effect: they belong to OpenAI's services.
+    access_programs: Ignored = None
+    image: Ignored = None
+    moderation: Ignored = None
+    multi_agent: Ignored = None
+    prompt_cache_options: Ignored = None
+    service_tier: Ignored = None
+    stream_options: Ignored = None
+    truncation: Ignored = None
     # Keys of the pool dialect: only their presence matters here.
     decoding: Raw | UnsetType = UNSET
     messages: Raw | UnsetType = UNSET
     thinking: Raw | UnsetType = UNSET
     source_lang_code: Raw | UnsetType = UNSET
     target_lang_code: Raw | UnsetType = UNSET
+    allow_remote: Raw | UnsetType = UNSET
 
 
 body_decoder = msgspec.json.Decoder(ResponsesBody)
 
 
-def is_pool_dialect(body: ResponsesBody) -> bool:
-    """Whether a key or an item type that only the pool dialect has is present.
+def is_pool_dialect(body: ResponsesBody, headers: Mapping[str, str]) -> bool:
+    """The header of the request decides, then the setting: `openai`, or else a key or an item type that only the pool
+    dialect has; where the setting is `pool`, every body without a key or an item of OpenAI's, unless the client is
+    OpenAI's."""
+    if (asked := read_dialect(headers, ("openai", "pool"))) in ("openai", "pool"):
+        return asked == "pool"
+    default = "auto" if asked == "auto" else headers.get(DEFAULT_DIALECT, "auto")
+    if default == "openai":
+        return False
+    items = body.input if isinstance(body.input, list) else []
+    pools = not POOL_ITEM_TYPES.isdisjoint([item.type for item in items])
+    # A `thinking` that is an object is Anthropic's, sent by mistake.
+    thinks = body.thinking is not UNSET and bytes(body.thinking).startswith(b'"')
+    if pools or thinks or any(getattr(body, key) is not UNSET for key in _POOL_KEYS):
+        return True
+    is_openai = bool(items) or is_openai_client(headers)
+    return default == "pool" and not is_openai and all(getattr(body, key) is None for key in _OPENAI_KEYS)
 
-    A `thinking` that is an object is Anthropic's, sent by mistake.
-    """
-    keys = (body.decoding, body.messages, body.source_lang_code, body.target_lang_code)
-    if any(key is not UNSET for key in keys):
-        return True
-    if body.thinking is not UNSET and bytes(body.thinking).startswith(b'"'):
-        return True
-    items = body.input
-    return isinstance(items, list) and not POOL_ITEM_TYPES.isdisjoint([item.type for item in items])
+
+_POOL_KEYS = ("decoding", "messages", "source_lang_code", "target_lang_code", "allow_remote")
+_OPENAI_KEYS = tuple(set(ResponsesBody.__struct_fields__) - set(PoolResponsesBody.__struct_fields__) | {"tools"})
 
 
 # --- the request ----------------------------------------------------------------------------------------------------
@@ -185,6 +221,7 @@ def is_pool_dialect(body: ResponsesBody) -> bool:
 INCLUDE_ENCRYPTED = "reasoning.encrypted_content"
 INCLUDE_LOGPROBS = "message.output_text.logprobs"
 _MAX_TOP_LOGPROBS = 20
+_COMPACT_ABOVE = 150_000  # tokens, if no threshold is given
 # A Codex subagent is a thread in its parent's session: the thread is the conversation.
 _SESSION_HEADERS = ("thread-id", "session-id", "x-session-id", "x-session-affinity")
 
@@ -202,10 +239,11 @@ def read_body(body: ResponsesBody, headers: Mapping[str, str]) -> Request:
         raise Unsupported("prompt: prompts are not stored here; send instructions and input", param="prompt")
     check_positive("max_output_tokens", body.max_output_tokens)
     check_range("top_logprobs", body.top_logprobs, 0, _MAX_TOP_LOGPROBS)
-    warnings: list[str] = []
+    warnings = ignored_fields(body)
     include = body.include or ()
-    tool_choice, tools = read_tool_choice(body.tool_choice, read_tools(body.tools or []), warnings)
-    if isinstance(body.input, list) and (listed := listed_servers(body.input)):
+    items = body.input if isinstance(body.input, list) else []
+    tool_choice, tools = read_tool_choice(body.tool_choice, _with_found(body.tools or [], items), warnings)
+    if listed := listed_servers(items):
         tools = mcp.with_listed(tools, listed)
     messages = _read_messages(body, warnings)
     if len(messages) == (body.instructions is not None) and not (previous or body.generate is False):
@@ -223,7 +261,7 @@ def read_body(body: ResponsesBody, headers: Mapping[str, str]) -> Request:
         stop=read_stop(body.stop, warnings),
         logprobs=(body.top_logprobs or 0) if INCLUDE_LOGPROBS in include else None,
         constraint=read_constraint(body, ("text.format", _read_text_format(body))),
-        reasoning=_read_reasoning(body.reasoning),
+        reasoning=_read_reasoning(_newest_reasoning(body.reasoning, items)),
         stream=bool(body.stream),
         lora_adapter=body.lora_adapter,
         chat_template_kwargs=body.chat_template_kwargs or {},
@@ -240,6 +278,7 @@ def read_body(body: ResponsesBody, headers: Mapping[str, str]) -> Request:
         conversation=conversation,
         has_references=any(isinstance(part, ItemReference) for message in messages for part in message.parts),
         encrypted_reasoning=INCLUDE_ENCRYPTED in include,
+        context=_read_context(body, warnings),
         warnings=tuple(warnings),
     )
 
@@ -274,7 +313,29 @@ def _read_messages(body: ResponsesBody, warnings: list[str]) -> tuple[Message, .
     system = [] if body.instructions is None else [Message("system", (Text(body.instructions),))]
     if isinstance(body.input, str):
         return (*system, Message("user", (Text(body.input),)))
-    return (*system, *join_turns(read_turns(body.input or (), "input", warnings)))
+    return (*system, *join_turns(read_turns(_uncompacted(body.input or []), "input", warnings)))
+
+
+def _read_context(body: ResponsesBody, warnings: list[str]) -> ContextManagement | None:
+    """A trigger as the last item asks for a summary and nothing else."""
+    if isinstance(body.input, list) and body.input and body.input[-1].type == "compaction_trigger":
+        return ContextManagement(compact_now=True)
+    above = None
+    for edit in body.context_management or ():
+        if edit.type == "compaction":
+            above = _COMPACT_ABOVE if edit.compact_threshold is None else max(0, edit.compact_threshold)
+        else:
+            warnings.append(f"field_ignored:context_management.{edit.type}")
+    return None if above is None else ContextManagement(compact_above=above)
+
+
+def _uncompacted(items: list[InputItem]) -> list[InputItem]:
+    """Without what the newest summary stands for: only instructions and texts of the user count before it."""
+    own = [at for at, i in enumerate(items) if i.type == "compaction" and unpack_reasoning(i.encrypted_content or "")]
+    if not own:
+        return items
+    kept = [item for item in items[: own[-1]] if item.role in ("user", "system", "developer")]
+    return [*kept, *items[own[-1] :]]
 
 
 def _read_text_format(body: ResponsesBody) -> Constraint | None:
@@ -288,6 +349,13 @@ def _read_text_format(body: ResponsesBody) -> Constraint | None:
         raise InvalidRequest("text.format.schema is required for json_schema", param="text.format.schema")
     schema = limits.check_length("text.format.schema", dumps(text_format.schema), limits.MAX_SCHEMA)
     return Constraint("json_schema", schema, text_format.name, text_format.description, text_format.strict)
+
+
+def _newest_reasoning(settings: ReasoningSettings | None, items: Sequence[InputItem]) -> ReasoningSettings | None:
+    """An item may have changed the effort since the first turn."""
+    changes = (item.reasoning for item in items if item.type == "configuration_update" and item.reasoning)
+    effort = next(reversed([change["effort"] for change in changes if isinstance(change.get("effort"), str)]), None)
+    return settings if effort is None else msgspec.structs.replace(settings or ReasoningSettings(), effort=effort)
 
 
 def _read_reasoning(settings: ReasoningSettings | None) -> Reasoning:
@@ -376,7 +444,7 @@ def read_item(item: InputItem, path: str, warnings: list[str]) -> Turn | None:
         raise InvalidRequest(f"{path} needs a type or a role", param=path)
     read = _ITEM_READERS.get(kind)
     if read is None:
-        warnings.append(f"{path}: items of type {kind!r} are ignored")
+        warnings.append(f"item_ignored:{kind} at {path}")
         return None
     return read(item, path, warnings)
 
@@ -464,7 +532,7 @@ def _read_reasoning_item(item: InputItem, _path: str, _warnings: list[str]) -> T
     return "assistant", (read_thinking(item.encrypted_content or "", text),)
 
 
-_ITEM_ID = re.compile(rf"(?:msg|rs|fc|ctc|{'|'.join(client_tools.PREFIXES)})_(\w+)_\d+")  # as `reply.item_id` builds it
+_ITEM_ID = re.compile(rf"(?:msg|rs|fc|ctc|cmp|{'|'.join(client_tools.PREFIXES)})_(\w+)_\d+")  # of `reply.item_id`
 
 
 def response_of(item: str) -> str | None:
@@ -484,15 +552,48 @@ def read_thinking(signature: str, text: str) -> Thinking:
     return Thinking(text, signature, redacted=bool(signature) and not text)
 
 
-SUMMARY = "Summary of the conversation before this point:\n\n"  # begins the text that a compaction is read as
-
-
 def _read_compaction(item: InputItem, path: str, warnings: list[str]) -> Turn | None:
     summary = unpack_reasoning(item.encrypted_content or "")
     if summary is None:
         warnings.append(f"{path}: a compaction of another provider is ignored")
         return None
-    return "user", (Text(SUMMARY + summary),)
+    return "user", summary_message(summary).parts
+
+
+def _read_elsewhere(item: InputItem, path: str, warnings: list[str]) -> Turn | None:
+    """It says something about the request: `_read_context` and `_newest_reasoning` have read it."""
+    del item, path, warnings
+    return None
+
+
+def _read_more_tools(item: InputItem, path: str, _warnings: list[str]) -> Turn:
+    return "developer", _found_tools(item, path)
+
+
+def _read_search(item: InputItem, _path: str, _warnings: list[str]) -> Turn:
+    arguments = item.arguments if isinstance(item.arguments, str) else dumps(item.arguments or {})
+    server = None if item.execution == "client" else TOOL_SEARCH
+    return "assistant", (ToolCall(item.call_id or _SEARCH, _SEARCH, arguments, server=server, vendor_type=_SEARCH),)
+
+
+def _read_found(item: InputItem, path: str, _warnings: list[str]) -> Turn:
+    return "tool", (ToolResult(item.call_id or _SEARCH, _found_tools(item, path)),)
+
+
+def _found_tools(item: InputItem, path: str) -> tuple[ToolReference, ...]:
+    """Where the model is shown them for the first time."""
+    return tuple(ToolReference(tool.name) for tool in read_tools(item.tools or [], f"{path}.tools"))
+
+
+def _with_found(tools: list[JsonObject], items: Sequence[InputItem]) -> tuple[Tool, ...]:
+    """The request's tools, and those that its items bring: the prompt shows these where the item stands."""
+    given, found = read_tools(tools), dict[str, Tool]()
+    for at, item in enumerate(items):
+        if item.tools and item.type in ("additional_tools", "tool_search_output"):
+            for tool in read_tools(item.tools, f"input[{at}].tools"):
+                found.setdefault(tool.name, msgspec.structs.replace(tool, deferred=True))
+    known = {tool.name for tool in given} if found else set()
+    return (*given, *(tool for tool in found.values() if tool.name not in known))
 
 
 def _read_call(item: InputItem, path: str, _warnings: list[str]) -> Turn:
@@ -535,6 +636,10 @@ _ITEM_READERS: dict[str, Callable[[InputItem, str, list[str]], Turn | None]] = {
     "message": _read_message,
     "reasoning": _read_reasoning_item,
     "compaction": _read_compaction,
+    **dict.fromkeys(("compaction_trigger", "configuration_update"), _read_elsewhere),
+    "additional_tools": _read_more_tools,
+    "tool_search_call": _read_search,
+    "tool_search_output": _read_found,
     "function_call": _read_call,
     "function_call_output": _read_output,
     "custom_tool_call": _read_call,
@@ -550,8 +655,11 @@ _ITEM_READERS: dict[str, Callable[[InputItem, str, list[str]], Turn | None]] = {
 _TOOL_CHOICE_MODES = ("auto", "none", "required")
 
 
-def read_tools(tools: list[JsonObject]) -> tuple[Tool, ...]:
-    return tuple(tool for index, body in enumerate(tools) for tool in _read_tool(body, f"tools[{index}]", None))
+_SEARCH = "tool_search"
+
+
+def read_tools(tools: list[JsonObject], field: str = "tools") -> tuple[Tool, ...]:
+    return tuple(tool for index, body in enumerate(tools) for tool in _read_tool(body, f"{field}[{index}]", None))
 
 
 def _read_tool(body: JsonObject, path: str, namespace: str | None) -> Iterator[Tool]:

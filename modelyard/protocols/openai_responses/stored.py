@@ -10,7 +10,17 @@ from msgspec.structs import replace
 
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.events import Reply
-from modelyard.core.request import ItemReference, Message, Part, Request, ToolCall, ToolResult
+from modelyard.core.request import (
+    Compaction,
+    ItemReference,
+    Message,
+    Part,
+    Request,
+    Tool,
+    ToolCall,
+    ToolResult,
+    summary_message,
+)
 from modelyard.protocols.common.json import JsonObject, encode
 from modelyard.protocols.common.openai_fields import PageQuery, field_of, write_page
 from modelyard.protocols.openai_responses import mcp
@@ -30,6 +40,7 @@ class StoredResponse(Struct, frozen=True):
     warm_up: bool = False
     listed: tuple[str, ...] = ()  # MCP servers whose tools are listed up to here
     answered: int = 1  # messages of the answer: with calls of servers' tools, their results, and what followed
+    tools: tuple[Tool, ...] = ()  # of a thread of Messages, which has those of its first request
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -38,11 +49,14 @@ _decoder = msgspec.msgpack.Decoder(StoredResponse)
 
 def make_stored(request: Request, response: bytes, reply: Reply | None = None) -> StoredResponse:
     """`instructions` apply to one response only and are not kept. Neither is an incomplete call: it has no result."""
-    _, messages = split_instructions(request)
+    messages = request.messages if request.thread else split_instructions(request)[1]
     blocks = () if request.warm_up or reply is None else reply.blocks
     kept = [block.part for block in blocks if block.complete or not isinstance(block.part, ToolCall)]
     parts = [typed(part, request.tools) if isinstance(part, ToolCall) else part for part in kept]
     listed = mcp.listed_servers(request.tools, reply)
+    if parts and isinstance(first := parts[0], Compaction):  # it stands for the conversation before it
+        messages = (*(m for m in messages[:1] if m.role == "system"), summary_message(first.text))
+        del parts[0]
     if not any(isinstance(part, ToolResult) for part in parts):
         return StoredResponse((*messages, Message("assistant", tuple(parts))), response, request.warm_up, listed)
     messages, answer = mcp.with_answer(messages, parts)
@@ -53,12 +67,27 @@ def encode_stored(request: Request, reply: Reply) -> bytes:
     return _encoder.encode(make_stored(request, write_reply([reply], request), reply))
 
 
+def encode_thread(request: Request, reply: Reply) -> bytes:
+    """Without what gives access to MCP servers: the client sends it with each request."""
+    tools = tuple(t if t.server is None else replace(t, server=replace(t.server, headers={})) for t in request.tools)
+    return _encoder.encode(replace(make_stored(request, b"", reply), tools=tools))
+
+
+def _thread_tools(stored: StoredResponse, request: Request) -> tuple[Tool, ...]:
+    access = {tool.server.label: tool.server.headers for tool in request.tools if tool.server is not None}
+    own = [tool for tool in stored.tools if tool.server is None or tool.server.label in access]
+    return tuple(t if (s := t.server) is None else replace(t, server=replace(s, headers=access[s.label])) for t in own)
+
+
 def decode_stored(stored: bytes) -> StoredResponse:
     return _decoder.decode(stored)
 
 
 def prepend_stored(stored: StoredResponse, request: Request) -> Request:
     """The request with the stored conversation before its messages; its own instructions stay first."""
+    if request.thread:
+        messages = (*stored.messages, *request.messages)
+        return replace(request, messages=messages, tools=_thread_tools(stored, request))
     system = request.messages[:1] if request.instructions else ()
     earlier = stored.messages[:-1] if stored.warm_up else stored.messages
     tools = mcp.with_listed(request.tools, stored.listed) if stored.listed else request.tools

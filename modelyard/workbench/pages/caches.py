@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Sequence
 from urllib.parse import quote
 
 from nicegui import ui
@@ -86,6 +87,8 @@ class CacheCard:
                 ui.label(f"{fmt.plural(row['parallel'], 'slot')}{window}; {state}").classes("muted small")
             for sequence in row["sequences"]:
                 self._show_sequence(sequence, now)
+            for line in tree_lines(row.get("prefixes", ())):
+                ui.label(line).classes("muted small").style("white-space: pre")
 
     def _add_sample(self, reused: int, evaluated: int, now: float) -> None:
         """The share of reused tokens since the last update; no sample if there were no tokens."""
@@ -106,3 +109,19 @@ class CacheCard:
                 ui.label(f"{fmt.count(sequence['tokens'])} tokens · {used}").classes("muted")
             share = min(1.0, sequence["tokens"] / self._window) if self._window else 0.0
             ui.linear_progress(round(share, 3), show_value=False).props('rounded size=6px aria-label="Filled"')
+
+
+def tree_lines(prefixes: Sequence[Json]) -> list[str]:
+    """The tree of prefixes, if anything shares one or is parked: what begins alike is indented below the first."""
+    if not any(leaf["shared"] or leaf["id"] is None for leaf in prefixes):
+        return []
+    lines, open_at = ["Prefixes"], list[int]()
+    for leaf in prefixes:
+        while open_at and open_at[-1] > leaf["shared"]:
+            open_at.pop()
+        if leaf["shared"] and (not open_at or open_at[-1] < leaf["shared"]):
+            open_at.append(leaf["shared"])
+        where = "parked" if leaf["id"] is None else f"sequence {leaf['id']}"
+        same = f"{fmt.count(leaf['shared'])} shared + " if leaf["shared"] else ""
+        lines.append(f"{'   ' * len(open_at)}{where}: {same}{fmt.count(leaf['tokens'] - leaf['shared'])} tokens")
+    return lines

@@ -17,8 +17,8 @@ from ctranslate2.specs import common_spec, transformer_spec
 import modelyard_ct2 as ct2
 from modelyard.core.engine import CacheInfo, Chunk, EngineSpec, Prompt, TokenRun
 from modelyard.core.request import Sampling
-from modelyard.library.convert import convert
 from modelyard.tokenizer.huggingface import HuggingFaceTokenizer
+from modelyard_convert import convert
 from modelyard_ct2.engine import Ct2Engine
 from modelyard_ct2.model_folder import read_vocabulary
 from tests.engines.reading import ids

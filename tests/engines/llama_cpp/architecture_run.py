@@ -92,10 +92,11 @@ def _start(names: Sequence[str]) -> subprocess.Popen[str]:
 
 
 def main(names: Sequence[str]) -> int:
-    from modelyard.engines.llama_cpp import file_check, sequences
+    from modelyard.engines.llama_cpp import file_check, sequences, speculation
 
     file_check.check_weights = lambda *_: None  # this process is the child already
     sequences.is_copy_worthwhile = lambda saved, moved, costs: saved > 0  # type: ignore[assignment]
+    speculation.DraftCost.per_row = lambda *_: 0.0  # type: ignore[method-assign]  # draft whatever it costs
     for name in names:
         print(json.dumps({"begin": name}), flush=True)
         with tempfile.TemporaryDirectory() as folder:
@@ -115,7 +116,8 @@ async def _run(name: str, folder: Path) -> ArchitectureResult:
         "n_ubatch": 4 * _UBATCH if is_real else _UBATCH,
         "n_batch": 4 * _UBATCH if is_real else _UBATCH,
         "flash_attn": "on",
-        "speculation": "ngram",
+        "speculation": "mtp" if name in architectures.WITH_HEADS else "ngram",
+        "draft_p_min": 0.0,
     }
     options = llama_cpp.Options(path=str(path), kv_store=str(folder), embeddings=not is_real, **usual)
     engine = LlamaCppEngine(EngineSpec(name, options, {"main": CacheInfo(_WINDOW, 3)}))

@@ -16,11 +16,12 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from ctypes import c_bool, c_char_p, c_float, c_int, c_int64, c_size_t, c_uint32, c_void_p
 from functools import cache
 from pathlib import Path
 from shutil import rmtree
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -110,6 +111,14 @@ ARCHITECTURES: dict[str, Facts] = {
     **dict.fromkeys(("gemma2", "gemma3", "cohere2", "exaone4", "plamo3"), _SWA),
     **dict.fromkeys(("granite_swa", "muse-glimmer", "spark2_5"), _ALTERNATING),
     "gemma3n": {"block_count": 22, "embedding_length_per_layer_input": 32} | _SWA,
+    "gemma4": {
+        "block_count": 4,
+        "embedding_length_per_layer_input": 32,
+        "attention.sliding_window": SLIDING_WINDOW,
+        "attention.sliding_window_pattern": [1, 0, 1, 0],
+        "attention.shared_kv_layers": 2,
+        **{f"attention.{side}_length{kind}": HEAD for side in ("key", "value") for kind in ("", "_swa")},
+    },
     "llama4": _EXPERTS | _SWA | {"block_count": 4},
     "gpt-oss": _EXPERTS | _SWA,
     "cohere2moe": _EXPERTS | _ALTERNATING,
@@ -220,7 +229,13 @@ UNTESTED: dict[str, Facts] = {
     | {"ssm.group_count": 0, "attention.key_length": HEAD, "attention.value_length": HEAD}
     | _MIXED_HEADS,
 }
-_ALL = ARCHITECTURES | UNTESTED
+# With MTP layers behind those of the model: files that draft for themselves.
+HEADS_SUFFIX = "-mtp"
+WITH_HEADS: dict[str, Facts] = {
+    f"{name}{HEADS_SUFFIX}": ARCHITECTURES[name] | {"block_count": LAYERS + heads, "nextn_predict_layers": heads}
+    for name, heads in (("qwen35", 1), ("qwen35moe", 1))
+}
+_ALL = ARCHITECTURES | UNTESTED | WITH_HEADS
 
 _CONVOLUTION = {"blk.1.ssm_conv1d.bias": (192,)}
 _INDEXER_TENSORS: dict[str, tuple[int, ...]] = {
@@ -300,7 +315,8 @@ def metadata(name: str) -> dict[str, Value]:
         "logit_scale": 1.0,
         "rope.freq_base": 10000.0,
     }
-    own = {f"{name}.{key}": value for key, value in (usual | _ALL[name]).items()}
+    facts, name = usual | _ALL[name], name.removesuffix(HEADS_SUFFIX)
+    own = {f"{name}.{key}": value for key, value in facts.items()}
     if "bert" in name:
         vocabulary["tokenizer.ggml.token_type_count"] = 2
     extra = {f"xielu.{key}": 1.0 for key in ("alpha_n", "alpha_p", "beta", "eps")} if name == "apertus" else {}
@@ -378,7 +394,7 @@ def _library() -> tuple[Any, Any]:
     from modelyard import libllama
 
     lib = libllama.load()
-    base = ctypes.CDLL(str(next(lib.folder.glob("libggml-base*"))))
+    base = ctypes.CDLL(str(next(lib.folder.glob("libggml-base*"), lib.path)))
     for function, result, arguments in (
         ("gguf_init_empty", c_void_p, []),
         ("gguf_set_val_bool", None, [c_void_p, c_char_p, c_bool]),
@@ -415,19 +431,20 @@ def tensor_shapes(facts: Facts) -> dict[str, tuple[int, ...]]:
     create = lib.raw.llama_model_init_from_user
     create.restype, create.argtypes = c_void_p, [c_void_p, _SetTensor, c_void_p, lib.llama_model_params]
     llama_log.clear()
-    callback = _SetTensor(note)
-    made = create(_Metadata(base, facts).raw, callback, None, lib.llama_model_default_params())
+    callback, params = _SetTensor(note), lib.llama_model_default_params()
+    params.load_mtp = True
+    made = create(_Metadata(base, facts).raw, callback, None, params)
     if not made and (counted := re.search(r"too many tensors created; expected 0, got (\d+)", llama_log.first_error())):
         # The prebuilt release compares their number with that of the header.
         llama_log.clear()
-        made = create(_Metadata(base, facts, int(counted[1])).raw, callback, None, lib.llama_model_default_params())
+        made = create(_Metadata(base, facts, int(counted[1])).raw, callback, None, params)
     if not made:
         raise ValueError(f"{facts['general.architecture']}: {llama_log.first_error()}")
     lib.llama_model_free(made)
     return shapes
 
 
-def _values(name: str, shape: tuple[int, ...]) -> Any:
+def random_values(name: str, shape: tuple[int, ...]) -> Any:
     random = np.random.default_rng(int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big"))
     values = random.normal(0, 1, shape)
     if "ssm_a" in name and "norm" not in name:
@@ -439,10 +456,14 @@ def _values(name: str, shape: tuple[int, ...]) -> Any:
     return values * (0.1 if len(shape) == 1 else 0.2)
 
 
-def write_model(name: str, path: Path) -> None:
+Values = Callable[[str, tuple[int, ...]], Any]
+
+
+def write_model(name: str, path: Path, own: Facts = MappingProxyType({}), values: Values = random_values) -> None:
+    """`own`: facts that replace those of the architecture."""
     import gguf
 
-    facts = metadata(name)
+    facts, name = metadata(name) | own, name.removesuffix(HEADS_SUFFIX)
     writer = gguf.GGUFWriter(path, name)
     for key, value in facts.items():
         if key == "general.architecture":
@@ -457,13 +478,22 @@ def write_model(name: str, path: Path) -> None:
             writer.add_string(key, value)
         else:
             writer.add_array(key, value)
-    shapes = tensor_shapes(facts) | dict(_OPTIONAL.get(name, {}))
+    width = facts[f"{name}.embedding_length"]
+    optional = {
+        key: (*shape[:-1], width if shape[-1] == WIDTH else shape[-1]) for key, shape in _OPTIONAL.get(name, {}).items()
+    }
+    shapes = tensor_shapes(facts) | optional
+    if heads := facts.get(f"{name}.nextn_predict_layers"):  # a file may have the heads only: then the rest is optional
+        trunk = {f"{name}.block_count": facts[f"{name}.block_count"] - heads, f"{name}.nextn_predict_layers": 0}
+        shapes |= tensor_shapes(facts | trunk)
+    if values is not random_values:
+        shapes["output.weight"] = shapes["token_embd.weight"]
     if name == "phi3":  # either one matrix or three
         shapes = {tensor: shape for tensor, shape in shapes.items() if "attn_qkv" not in tensor}
     for tensor, shape in sorted(shapes.items()):
-        if tensor.endswith("scale"):  # of quantized matrices
-            continue
-        writer.add_tensor(tensor, _values(tensor, shape).astype(np.float32))
+        if tensor.endswith(("scale", "nextn.shared_head_head.weight", "nextn.embed_tokens.weight")):
+            continue  # of quantized matrices; copies of the model's own that a file may have
+        writer.add_tensor(tensor, values(tensor, shape).astype(np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from modelyard.core.engine import CacheInfo, Chunk, Control, Tokens
 from modelyard.core.errors import Conflict, InvalidRequest, NotFound
 from modelyard.engines.llama_cpp import Options
-from modelyard.engines.llama_cpp.batch import next_adapters
+from modelyard.engines.llama_cpp.batch import next_in_turn
 from modelyard.engines.llama_cpp.engine import LlamaCppEngine
 from tests.engines.llama_cpp.exact_models import exact_model
 from tests.engines.llama_cpp.helpers import id_prompt, running
@@ -178,7 +178,7 @@ def test_an_adapter_is_a_path_or_a_path_and_a_scale() -> None:
 def test_adapter_sets_take_turns() -> None:
     last, order = "c", []
     for _ in range(6):
-        last = next_adapters(["a", "b", "a", "c"], last)
+        last = next_in_turn(["a", "b", "a", "c"], last)
         order.append(last)
     assert order == ["a", "b", "c", "a", "b", "c"]
 
@@ -188,7 +188,7 @@ def test_no_adapter_set_waits_forever(arrivals: list[list[str]]) -> None:
     jobs, last, waited = ["x"], "a", 0
     for new in arrivals:
         jobs += new
-        last = next_adapters(jobs, last)
+        last = next_in_turn(jobs, last)
         if last == "x":
             return
         jobs = [job for job in jobs if job != last]  # each of theirs is done in one step

@@ -6,26 +6,30 @@ A usual run has one or two architectures of each kind; `MODELYARD_ARCHITECTURES=
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
-from modelyard.core.engine import EngineSpec
+from modelyard.core.engine import CacheInfo, EngineSpec, Prompt, TokenRun
 from modelyard.core.errors import InvalidRequest
+from modelyard.core.request import Sampling
 from modelyard.engines import llama_cpp
 from modelyard.engines.llama_cpp import loading
-from modelyard.library.architectures import TESTED, is_tested, refusal
+from modelyard.engines.llama_cpp.engine import LlamaCppEngine
+from modelyard.library.architectures import DIFFUSION, ENCODERS, TESTED, company, is_tested, may_share_batch, refusal
 from tests.docs.pages import DOCS
 from tests.engines.llama_cpp.architecture_run import GEMMA, ArchitectureResult, run_all
-from tests.engines.llama_cpp.architectures import ARCHITECTURES, WINDOW, model
+from tests.engines.llama_cpp.architectures import ARCHITECTURES, UNTESTED, WINDOW, WITH_HEADS, model
 from tests.engines.llama_cpp.exact_models import write
+from tests.engines.reading import ids, read
 
 USUAL = (  # noqa: SIM905
     "llama qwen3 qwen2vl phi3 falcon chatglm glm4 command-r "  # dense
     "gpt2 starcoder mpt bloom refact "  # learned positions, or biases instead
-    "gemma2 gemma3 gemma3n cohere2 gpt-oss llama4 mimo2 "  # sliding windows
+    "gemma2 gemma3 gemma3n gemma4 cohere2 gpt-oss llama4 mimo2 "  # sliding windows
     "qwen3moe glm4moe grok minimax-m2 ernie4_5-moe "  # experts
     "deepseek2 minicpm3 glm-dsa deepseek4 "  # latent attention
     "mamba mamba2 rwkv7 "  # recurrent
@@ -53,6 +57,12 @@ def test_reused_edited_cancelled_copied_evicted_restored_and_drafted_answers_are
     assert all(result.reused for result in generating)
     assert {result.memory for result in generating} == {"attention", "sliding window", "recurrent", "hybrid"}
     assert sum(result.drafts > 0 for result in generating) >= 10
+
+
+def test_models_that_draft_with_their_own_heads_answer_as_in_a_fresh_context() -> None:
+    results = run_all(list(WITH_HEADS))
+    assert {name: result.faults for name, result in results.items() if result.faults or result.refused} == {}
+    assert all(result.drafts and result.reused for result in results.values())
 
 
 def test_a_real_model_with_a_sliding_window_answers_as_in_a_fresh_context() -> None:
@@ -120,20 +130,54 @@ def test_the_table_of_architectures_shows_these_results(results: Results) -> Non
 
 
 def _rows(results: Results) -> Iterator[str]:
-    yield "| architecture | use | memory | an edit is read from | drafts | embeddings |"
-    yield "|---|---|---|---|---|---|"
+    yield "| architecture | use | memory | an edit is read from | drafts | embeddings | shares batches |"
+    yield "|---|---|---|---|---|---|---|"
     for name, result in sorted(results.items()):
         yield f"| `{name}` | {' | '.join(_cells(result))} |"
 
 
-def _cells(result: ArchitectureResult) -> tuple[str, str, str, str, str]:
+def _cells(result: ArchitectureResult) -> tuple[str, ...]:
     if result.task != "chat" or result.refused is not None:
         use = "refused: encoder-decoder" if result.task == "chat" else result.task
-        return use, "", "", "", "yes" if result.embeds else ""
+        return use, "", "", "", "yes" if result.embeds else "", ""
     return (
         "chat, window limited to its positions" if result.window == WINDOW else "chat",
         result.memory,
         "the edit" if result.rewinds else "a checkpoint",
         "yes" if result.speculates else "",
         "yes" if result.embeds else "no",
+        "yes" if may_share_batch(result.name) else "no",
     )
+
+
+# --- company ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_table_of_company_has_every_architecture_that_generates() -> None:
+    """`python -m bench.company --write` makes it."""
+    table = company()
+    assert not set(table["together"]) & set(table["alone"])
+    known = {name for name in ARCHITECTURES | UNTESTED if refusal(name) is None and name not in ENCODERS | DIFFUSION}
+    assert {*table["together"], *table["alone"]} == known
+    assert {"deepseek4", "plamo2"} <= set(table["alone"])
+    assert not may_share_batch("a later one")
+
+
+async def test_an_architecture_that_is_wrong_in_company_has_one_sequence_per_batch() -> None:
+    options = llama_cpp.Options(path=str(model("deepseek4")), n_threads=1)
+    engine = LlamaCppEngine(EngineSpec("alone", options, {"main": CacheInfo(256, 3)}))
+    await engine.open(lambda *_: None)
+    try:
+        (context,) = engine._contexts
+        seen: list[int] = []
+        decode = context._decode
+        context._decode = lambda sequences: seen.append(len(found := list(sequences))) or decode(found)  # type: ignore
+        texts = [[5 + n, *range(9, 60 + n)] for n in range(3)]
+        prompts = [
+            Prompt(parts=(TokenRun(t),), sampling=Sampling(temperature=0), max_tokens=6, cache="main") for t in texts
+        ]
+        answers = await asyncio.gather(*(read(engine.generate(prompt)) for prompt in prompts))
+    finally:
+        await engine.close()
+    assert [len(ids(chunks)) for chunks in answers] == [6, 6, 6]
+    assert set(seen) == {1}

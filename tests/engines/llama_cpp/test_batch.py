@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -13,12 +15,13 @@ from hypothesis import strategies as st
 
 from modelyard.core.request import Sampling
 from modelyard.engines.llama_cpp.batch import (
-    SHORT_PROMPT,
+    FAIR_S,
     BatchSlice,
     DecodeBatch,
     PromptRows,
     SequenceWork,
     plan_batch,
+    step_target_s,
 )
 from modelyard.engines.llama_cpp.job import LlamaCppJob
 from modelyard.engines.llama_cpp.sampler import Sampler
@@ -135,28 +138,108 @@ def test_every_stream_advances_within_the_budget_and_the_oldest_prompt_is_read(
 EVE, ANN = ("main", "eve"), ("main", "ann")
 
 
-def test_prompts_are_read_in_small_slices_while_another_keys_stream_waits() -> None:
-    rows, stream = PromptRows(512), SequenceWork(0, 1, True, 1, owner=ANN)
-    own, other = SequenceWork(1, 900, False, 2, owner=ANN), SequenceWork(1, 900, False, 2, owner=EVE)
-    assert rows.budget([stream, own], 0.0) == rows.budget([other], 0.0) == 512
+BOB, GAP_S = ("main", "bob"), 0.15
+
+
+def stream(owner: tuple[str, str]) -> SequenceWork:
+    return SequenceWork(0, 1, True, 1, owner=owner)
+
+
+def prompt(owner: tuple[str, str], tokens: int = 900) -> SequenceWork:
+    return SequenceWork(1, tokens, False, 2, owner=owner)
+
+
+@pytest.mark.parametrize(
+    ("jobs", "bare_s", "shared", "expected"),
+    [
+        pytest.param([prompt(ANN)], 0.01, False, inf, id="nothing streams"),
+        pytest.param([prompt(ANN)], 0.01, True, GAP_S, id="another key may come back any moment"),
+        pytest.param([stream(ANN), prompt(ANN)], 0.01, False, GAP_S, id="a key's own stream: the gap"),
+        pytest.param([stream(ANN), prompt(ANN)], 0.2, False, 0.4, id="a slow model reads half of the time"),
+        pytest.param([stream(ANN), prompt(EVE)], 0.03, True, 0.06, id="two keys, half of the time each"),
+        pytest.param([stream(ANN), stream(BOB), prompt(EVE)], 0.06, True, 0.09, id="three keys, a third each"),
+        pytest.param([stream(ANN), stream(EVE), prompt(EVE)], 0.06, True, 0.09, id="who streams may read, too"),
+        pytest.param([stream(ANN), prompt(EVE)], 0.0, True, FAIR_S, id="streams were not measured yet"),
+        pytest.param([stream(ANN), *[prompt(("main", str(n))) for n in range(9)]], 0.05, True, GAP_S, id="many read"),
+    ],
+)
+def test_a_step_takes_the_time_that_streams_and_keys_leave_it(
+    jobs: list[SequenceWork], bare_s: float, shared: bool, expected: float
+) -> None:
+    assert step_target_s(jobs, bare_s, GAP_S, shared=shared) == pytest.approx(expected)
+
+
+def paced(machine: Callable[[int], float], jobs: list[SequenceWork], steps: int = 12) -> list[float]:
+    """The seconds of steps that read a long prompt on a machine that takes so long for so many rows."""
+    rows, seconds = PromptRows(512, GAP_S), []
+    for now in range(steps):
+        count = rows.budget(jobs, float(now))
+        seconds.append(machine(count))
+        rows.took(count, seconds[-1])
+    return seconds
+
+
+@pytest.mark.parametrize(
+    ("fixed_s", "row_s", "least", "most"),
+    [
+        pytest.param(0.01, 0.0012, 0.13, 0.17, id="as many rows as take the gap"),
+        pytest.param(0.012, 0.0035, 0.23, 0.25, id="SmolLM2 on a core: 64 rows, fewer cost twice as much"),
+        pytest.param(0.02, 0.009, 0.13, 0.2, id="64 rows would take more than three gaps"),
+        pytest.param(0.002, 0.0001, 0.05, 0.06, id="a GPU reads whole micro-batches"),
+        pytest.param(0.05, 0.03, 0.29, 0.33, id="too slow: the fewest rows"),
+    ],
+)
+def test_slices_of_a_prompt_beside_a_stream_take_the_gap(
+    fixed_s: float, row_s: float, least: float, most: float
+) -> None:
+    seconds = paced(lambda rows: fixed_s + row_s * rows, [stream(ANN), prompt(ANN)])
+    assert all(least <= each <= most for each in seconds[8:])
+
+
+def test_a_disturbed_step_is_forgotten_after_a_few() -> None:
+    disturbed = iter([0.0, 0.0, 0.0, 0.0, 4.0, *[0.0] * 7])
+    seconds = paced(lambda rows: 0.0035 * rows + next(disturbed), [stream(ANN), prompt(ANN)])
+    assert max(seconds[5:]) == seconds[3] == seconds[-1] == pytest.approx(0.0035 * 66)
+    assert min(seconds[5:]) < GAP_S
+
+
+def test_slices_become_64_again_where_fewer_cost_twice_as_much_a_row() -> None:
+    """As behind 2,000 tokens: once below, the time of a row says that 64 would take too long."""
+    disturbed = iter([0.0, 0.0, 0.0, 0.0, 0.5, *[0.0] * 95])
+    seconds = paced(
+        lambda rows: (0.005 if rows >= 64 else 0.0105) * rows + next(disturbed), [stream(ANN), prompt(ANN)], 100
+    )
+    assert seconds[-1] == pytest.approx(0.005 * 66)
+
+
+def test_whole_micro_batches_are_read_when_nothing_streams_and_with_no_gap() -> None:
+    rows = PromptRows(512, GAP_S)
     for _ in range(9):
-        rows.took(rows.budget([stream, other], 0.0), 4.0)  # a slow machine
-    assert rows.budget([stream, other], 0.0) == PromptRows.LEAST + 1
-    assert rows.budget([other], 1.0) == SHORT_PROMPT  # the stream's key may come back
-    assert rows.budget([other], PromptRows.CONTENDED_S) == 512
+        rows.took(512, 8.0)
+    assert rows.budget([prompt(ANN)], 0.0) == rows.budget([stream(ANN)], 0.0) == 512  # a stream's drafts need room
+    assert rows.budget([stream(ANN), prompt(ANN)], 0.0) < 64
+    assert PromptRows(512, 0).budget([stream(ANN), prompt(ANN)], 0.0) == 512
+
+
+def test_contexts_and_sequences_that_step_in_turn_share_the_gap() -> None:
+    rows, jobs = PromptRows(512, GAP_S), [stream(ANN), prompt(ANN)]
     for _ in range(9):
-        rows.took(rows.budget([stream, other], 0.0), 0.002)  # a fast one
-    assert rows.budget([stream, other], 0.0) == 512
-    rows.took(1, 4.0)  # says nothing about prompts
-    assert rows.budget([stream, other], 0.0) == 512
+        rows.took(512, 0.5)
+    assert rows.budget(jobs, 0.0, turns=2) - 1 == pytest.approx((rows.budget(jobs, 0.0) - 1) / 2, abs=1)
+
+
+def test_prompts_are_read_in_smaller_slices_for_a_while_after_another_key() -> None:
+    rows = PromptRows(512, GAP_S)
+    assert rows.budget([stream(ANN), prompt(EVE)], 0.0) < 100
+    assert rows.budget([prompt(EVE)], 1.0) < 512  # the stream's key may come back
+    assert rows.budget([prompt(EVE)], PromptRows.SHARED_S) == 512
 
 
 def test_a_short_prompt_is_read_at_once_beside_a_long_one_of_another_key() -> None:
-    rows = PromptRows(512)
+    rows, work = PromptRows(512, GAP_S), [stream(ANN), prompt(EVE)]
+    work.append(SequenceWork(2, 40, False, 3, owner=BOB))
     for _ in range(9):
-        rows.took(512, 4.0)
-    work = [SequenceWork(0, 1, True, 1, owner=ANN), SequenceWork(1, 900, False, 2, owner=EVE)]
-    work.append(SequenceWork(2, 40, False, 3, owner=("main", "bob")))
+        rows.took(rows.budget(work, 0.0), 4.0)
     plan = plan_batch(work, rows.budget(work, 0.0))
     assert plan == [BatchSlice(0, 1, True), BatchSlice(1, 8, False), BatchSlice(2, 40, True)]
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import shutil
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from random import Random
 from shutil import copyfile
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -119,7 +121,9 @@ async def test_caches_sessions_and_order_of_use_are_restored(folder: Path) -> No
     async with opened(folder) as engine:
         assert _held(engine) == held
         assert accepted(await answer(engine, words(7), session="a")).cached_tokens == 0
-        assert accepted(await answer(engine, words(1), session="b")).cached_tokens == len(words(1)) - 1
+        assert (
+            accepted(await answer(engine, words(0), session="a")).cached_tokens == len(words(0)) - 1
+        )  # not background
 
 
 def _held(engine: LlamaCppEngine) -> list[tuple[Any, ...]]:
@@ -391,8 +395,35 @@ async def test_the_log_reports_saved_and_restored_tokens(folder: Path, caplog: p
     assert "restored KV of 67 tokens of the cache 'main'" in caplog.text
 
 
+async def test_parked_conversations_continue_after_a_restart(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    worthwhile = "modelyard.engines.llama_cpp.sequences.is_copy_worthwhile"
+    monkeypatch.setattr(worthwhile, lambda saved, moved, costs: saved >= 8)
+    talks, held = [words(n, 60) for n in range(1, 5)], [0] * 4
+    for _ in range(3):
+        async with opened(folder, {"main": CacheInfo(512, 1)}) as engine:
+            for n, talk in enumerate(talks):
+                chunks = await answer(engine, talk)
+                assert accepted(chunks).cached_tokens == held[n]
+                talks[n], held[n] = talk + ids(chunks) + words(9, 20), len(talk) + len(ids(chunks)) - 1
+            assert len(engine._caches["main"].parked_only) == 3
+        assert len(files(folder)) == 4, "the later state of a conversation replaces the earlier one"
+
+
+def test_by_default_conversations_of_some_length_are_saved_unless_the_environment_forbids_it() -> None:
+    assert store_folder(Options(path="x"), {}) == cache_dir() / "kv"
+    assert store_folder(Options(path="x"), {"MODELYARD_KV_STORE": "off"}) is None
+    assert store_folder(Options(path="x", kv_store=False), {}) is None
+
+
+def test_a_disk_that_is_nearly_full_gets_no_kv(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 30))
+    assert snapshot_folder(tmp_path).write(ORIGIN, snapshot()) is None
+    assert "the disk has 1024 MiB left" in caplog.text
+
+
 def test_kv_store_is_a_folder_or_true() -> None:
-    assert store_folder(Options(path="x")) is None
     assert store_folder(Options(path="x", kv_store=True)) == cache_dir() / "kv"
     assert store_folder(Options(path="x", kv_store="~/kv")) == Path.home() / "kv"
 

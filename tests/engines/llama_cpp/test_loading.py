@@ -162,3 +162,13 @@ def test_a_system_without_proc_gets_none(monkeypatch: pytest.MonkeyPatch, tmp_pa
     buffer = private_memory(64 * _MB)
     assert huge_pages.request() == 0
     buffer.close()
+
+
+def test_an_option_of_a_later_library_is_refused_with_the_version_in_use() -> None:
+    options = Options(path="x.gguf", moe_cache_mb=64)
+    if hasattr(lib.llama_context_default_params(), "moe_cache_size"):
+        assert loading.context_parameters(CacheInfo(64), options).moe_cache_size == 64 << 20
+        return
+    with pytest.raises(InvalidRequest, match=f"the library in use is {lib.version}") as refused:
+        loading.context_parameters(CacheInfo(64), options)
+    assert refused.value.code == "option_unsupported"

@@ -13,12 +13,14 @@ from typing import Any, Literal
 import pytest
 import pytest_asyncio
 
+from modelyard import libmtmd
 from modelyard.core.engine import CacheInfo, Chunk, End, Media, Prompt, TokenRun
 from modelyard.core.errors import ContextOverflow, InvalidRequest, Unsupported
 from modelyard.core.request import Image, Message, Request, Text
 from modelyard.engines import llama_cpp, llama_server
 from modelyard.engines.llama_cpp.engine import LlamaCppEngine
 from modelyard.engines.llama_cpp.media import Projector
+from modelyard.gateway.model import check_capabilities
 from modelyard.tokenizer.gguf import GgufTokenizer
 from tests.engines.llama_cpp.helpers import GREEDY, chatml, running, shared_loop
 from tests.engines.llama_cpp.media_files import as_media, media, picture, require_libmtmd, sound
@@ -243,3 +245,12 @@ async def test_it_generates_the_same_as_llama_server_from_as_many_tokens(kind: K
     assert counted == usage.prompt, "its own count, while it runs"
     marks = end(own).usage.prompt - len(ask(kind, shown).ids)
     assert llama_server.count_media(llama_server.Options(**options), [shown]) == [marks], "and before it runs"
+
+
+def test_an_image_to_a_model_that_lacks_libmtmd_says_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(libmtmd, "find_library", lambda folder=None: None)
+    model, projector = seeing("block")
+    found = llama_cpp.capabilities(llama_cpp.Options(path=str(model), mmproj=str(projector)))
+    assert found.modalities == ("text",)
+    with pytest.raises(Unsupported, match=r"takes text only.*libmtmd.*`modelyard setup --media` compiles it"):
+        check_capabilities(Request(model="m", messages=()), found, "m", media=("image",))

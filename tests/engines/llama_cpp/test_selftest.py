@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import platform
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -14,8 +16,9 @@ from modelyard.core.errors import Unavailable
 from modelyard.engines import llama_cpp
 from modelyard.engines.llama_cpp import selftest
 from modelyard.engines.llama_cpp import selftest as tiny
-from modelyard.engines.llama_cpp.library import CONTEXT_DEFAULTS, MODEL_DEFAULTS
 from modelyard.engines.llama_cpp.selftest import explain_failure
+from modelyard.libllama import CONTEXT_DEFAULTS, MODEL_DEFAULTS
+from modelyard.plugins import MissingLibrary
 
 
 @pytest.fixture(scope="module")
@@ -29,8 +32,10 @@ def test_each_stage_is_printed_before_it_begins(model: Path, capsys: pytest.Capt
     assert selftest.main(["--model", str(model)]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "stage loading the library",
+        f"version {libllama.load().version}",
         "stage comparing its structs",
         "stage decoding a tiny model",
+        "stage reading a vocabulary",
         "stage decoding tiny.gguf",
         "passed",
     ]
@@ -51,8 +56,8 @@ def test_a_library_without_a_function_of_ours_is_a_fault(
 def test_a_struct_of_another_size_is_a_fault(
     name: str, difference: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    sizes = selftest.struct_sizes()
-    monkeypatch.setattr(selftest, "struct_sizes", lambda: sizes | {name: sizes[name] + difference})
+    sizes = selftest.chosen_sizes(libllama.load())
+    monkeypatch.setattr(selftest, "chosen_sizes", lambda _: sizes | {name: sizes[name] + difference})
     assert selftest.main([]) == 1
     found = capsys.readouterr().out
     assert f"fault {name.replace('params', 'default_params')} writes " in found
@@ -66,6 +71,25 @@ def test_other_defaults_are_a_fault(
     monkeypatch.setitem(defaults, field, 4711)
     assert selftest.main([]) == 1
     assert f".{field} is " in capsys.readouterr().out
+
+
+def test_each_layout_is_recognized_by_where_its_defaults_are() -> None:
+    """As a later release fills the struct in: one more field before the booleans."""
+    for layout in libllama.CONTEXT_LAYOUTS.values():
+        params = layout(**libllama.CONTEXT_DEFAULTS)
+        data = bytes(params) + bytes(512 - ctypes.sizeof(params))
+        function = lambda data=data: libllama._AnyParams.from_buffer_copy(data)  # noqa: E731
+        library: Any = SimpleNamespace(llama_context_default_params=function, _name="other")
+        assert libllama.context_layout(library, Path("other")) is layout
+    shifted: Any = SimpleNamespace(llama_context_default_params=lambda: libllama._AnyParams(), _name="other")
+    with pytest.raises(MissingLibrary, match="does not know: llama_context_params"):
+        libllama.context_layout(shifted, Path("other"))
+
+
+def test_words_that_come_back_changed_are_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = libllama.load()
+    monkeypatch.setattr(library, "llama_token_to_piece", lambda *_: 0)
+    assert "its tokenizer makes b''" in (selftest._read_vocabulary() or "")
 
 
 def test_the_first_field_that_differs_is_named():

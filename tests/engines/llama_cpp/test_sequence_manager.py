@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from modelyard.core.engine import CacheInfo, Chunk, Control, Generation, Prompt, Tokens
+from modelyard.core.engine import CacheInfo, Chunk, Control, Generation, Progress, Prompt, Tokens
 from modelyard.core.errors import Overloaded
 from modelyard.engines.llama_cpp.batch import DecodeBatch, LlamaBatch
+from modelyard.engines.llama_cpp.context import LlamaContext
 from modelyard.engines.llama_cpp.engine import LlamaCppEngine
 from modelyard.engines.llama_cpp.job import LlamaCppJob
 from modelyard.engines.llama_cpp.kv_snapshot import KvSnapshot
-from modelyard.engines.llama_cpp.sequence_manager import KvOffload
+from modelyard.engines.llama_cpp.sequence_manager import ParkedKv
 from modelyard.engines.llama_cpp.sequences import Checkpoint, CopyCosts, CopyMethod, TokenIds
 from tests.engines.llama_cpp.exact_models import (
     N_SWA,
@@ -96,6 +97,45 @@ async def test_a_new_conversation_evicts_only_if_no_sequence_is_empty() -> None:
         assert all(one.used and one.session and one.session not in "123" for one in stats.sequences)
         assert accepted(await answer(engine, words(2), session="2")).cached_tokens == len(words(2)) - 1
     assert_alike(got[2], await alone(words(3)))
+
+
+@pytest.mark.parametrize("session", ["main", None])
+async def test_conversations_under_one_name_keep_their_kv(session: str | None) -> None:
+    """Sub-agents with the main agent's session, or chats with one `prompt_cache_key`."""
+    async with exact(main=3) as engine:
+        talks = [words(n, 60) for n in (1, 2)]
+        for turn in range(3):
+            for n, talk in enumerate(talks):
+                chunks = await answer(engine, talk, session=session)
+                assert accepted(chunks).cached_tokens == (len(talk) - 25 if turn else 0)
+                talks[n] = talk + ids(chunks) + words(10 * turn + n)
+                assert_alike(chunks, await alone(talk))
+
+
+async def test_the_tree_shows_what_conversations_share_and_what_is_parked(monkeypatch: pytest.MonkeyPatch) -> None:
+    worthwhile = "modelyard.engines.llama_cpp.sequences.is_copy_worthwhile"
+    monkeypatch.setattr(worthwhile, lambda saved, moved, costs: saved >= 8)
+    async with exact(main=2) as engine:
+        for n in (1, 2, 3):
+            await answer(engine, SYSTEM + words(n), session=str(n), max_tokens=1)
+        leaves = engine.stats().caches["main"].prefixes
+    assert sorted(leaf.shared for leaf in leaves) == [0] + [len(SYSTEM)] * (len(leaves) - 1)
+    assert {leaf.tokens for leaf in leaves} == {len(SYSTEM + words(1))}
+    assert {leaf.id for leaf in leaves} == {0, 1, None}
+    assert len({leaf.session for leaf in leaves}) == 3
+
+
+async def test_moved_text_is_not_copied_to_other_sessions() -> None:
+    edited = [*PARTS[0], *PARTS[2], *PARTS[3]]
+    async with running({"main": CacheInfo(256, 2)}, path=str(shallow_model()), cache_reuse=8) as engine:
+        await answer(engine, WHOLE, session="a")
+        moved = await answer(engine, edited, session="a")
+        again = await answer(engine, [*edited, 5], session="a")
+        other = await answer(engine, [*edited, 6], session="b")
+    assert [accepted(chunks).cached_tokens for chunks in (moved, again)] == [len(edited) - 1, len(edited)]
+    assert accepted(other).cached_tokens <= len(PARTS[0])
+    async with running({"main": CacheInfo(256, 2)}, path=str(shallow_model())) as engine:
+        assert_alike(other, await answer(engine, [*edited, 6]))
 
 
 # --- text was removed -------------------------------------------------------------------------------------------------
@@ -258,6 +298,111 @@ async def test_a_repeated_prompt_reuses_the_sequence_of_its_answer() -> None:
     assert_alike(got[2], await alone(run, max_tokens=60))
 
 
+@pytest.mark.parametrize("model", [exact_model, sliding_model, recurrent_model, hybrid_model])
+async def test_conversations_that_run_together_are_neighbours_wherever_their_kv_was(
+    model: Callable[[], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scattered ones would be computed one by one."""
+    seen: list[set[int]] = []
+    step = LlamaContext.step
+
+    def stepped(context: LlamaContext) -> None:
+        seen.append(set(context.jobs))
+        step(context)
+
+    talks = [words(n, 40) for n in range(1, 9)]
+    async with running({"main": CacheInfo(256, 6), "fast": CacheInfo(256, 4)}, path=str(model())) as engine:
+        for n, talk in enumerate(talks):
+            first = await answer(engine, talk, cache="fast" if n % 3 == 0 else "main")
+            talks[n] = talk + ids(first) + words(20 + n)
+        monkeypatch.setattr(LlamaContext, "step", stepped)
+        chosen = [(n, "fast" if n % 3 == 0 else "main") for n in (0, 2, 4, 6, 7)]
+        jobs = [engine.generate(id_prompt(talks[n], cache=cache, max_tokens=30)) for n, cache in chosen]
+        got = [await read(job) for job in jobs]
+        again = [await answer(engine, talks[n], cache="fast" if n % 3 == 0 else "main") for n in (1, 3, 5)]
+    together = [ran for ran in seen if len(ran) == len(jobs)]
+    assert together
+    assert all(max(ran) - min(ran) < len(ran) for ran in together)
+    for chunks in (*got, *again):
+        assert accepted(chunks).cached_tokens == 47
+    async with running({"main": CacheInfo(256, 1)}, path=str(model()), parked_mb=0) as engine:
+        for n, chunks in zip((0, 2, 4, 6, 7, 1, 3, 5), (*got, *again), strict=True):
+            await engine.control(Control("evict"))
+            assert_alike(chunks, await answer(engine, talks[n], max_tokens=end(chunks).usage.output))
+
+
+# --- a prefix that is being read --------------------------------------------------------------------------------------
+
+
+class WhileReading(Tap):
+    """Calls `then` once, while the first job reads its prompt."""
+
+    def __init__(self, engine: LlamaCppEngine, then: Callable[[], None]) -> None:
+        super().__init__(engine)
+        self._then: Callable[[], None] | None = then
+
+    def on_chunk(self, job: LlamaCppJob, chunk: Chunk) -> None:
+        if isinstance(chunk, Progress) and self._then is not None:
+            then, self._then = self._then, None
+            then()
+
+
+@pytest.mark.usefixtures("_copies_pay")
+@pytest.mark.parametrize("model", [exact_model, sliding_model, recurrent_model, hybrid_model])
+async def test_jobs_that_arrive_together_read_their_common_prefix_once(model: Callable[[], Path]) -> None:
+    system = words(0, 160)
+    runs = [system + words(n) for n in range(1, 5)]
+    async with running({"main": CacheInfo(512, 4)}, path=str(model()), n_ubatch=32) as engine:
+        got = [read(job) for job in [engine.generate(id_prompt(run, max_tokens=8)) for run in runs]]
+        chunks = [await each for each in got]
+        assert engine.stats().evaluated_tokens == len(system) + sum(len(run) - len(system) for run in runs)
+        assert engine.stats().running == 0
+    async with running({"main": CacheInfo(512, 1)}, path=str(model()), n_ubatch=32, parked_mb=0) as engine:
+        for one, run in zip(chunks, runs, strict=True):
+            await engine.control(Control("evict"))
+            assert_alike(one, await answer(engine, run, max_tokens=8))
+
+
+@pytest.mark.usefixtures("_copies_pay")
+@pytest.mark.parametrize("leaves", [0, 1, 2])
+async def test_whoever_leaves_while_a_prefix_is_read_the_others_go_on(leaves: int) -> None:
+    system = words(0, 160)
+    runs = [system + words(n) for n in range(1, 4)]
+    async with running({"main": CacheInfo(256, 3)}, path=str(exact_model()), n_ubatch=16, n_batch=16) as engine:
+        jobs: list[Generation[Chunk]] = []
+        WhileReading(engine, lambda: jobs[leaves].cancel())
+        jobs += [engine.generate(id_prompt(run, max_tokens=8)) for run in runs]
+        chunks = [await read(job) for job in jobs]
+        assert [end(one).reason == "cancelled" for one in chunks] == [n == leaves for n in range(3)]
+        assert engine.stats().evaluated_tokens < 2 * len(system)
+        assert (await answer(engine, runs[leaves], max_tokens=8))[-1] is not None
+    for n in {0, 1, 2} - {leaves}:
+        assert_alike(chunks[n], await alone(runs[n]))
+
+
+@pytest.mark.usefixtures("_copies_pay")
+async def test_nobody_waits_for_what_another_key_or_cache_reads() -> None:
+    run = words(0, 160)
+    async with running(
+        {"main": CacheInfo(256, 2), "fast": CacheInfo(256, 1)}, path=str(exact_model()), n_ubatch=16
+    ) as engine:
+        whose = [{"scope": "ann"}, {"scope": "bob"}, {"scope": "ann", "cache": "fast"}]
+        jobs = [engine.generate(id_prompt(run, max_tokens=2, **fields)) for fields in whose]
+        assert [accepted(await read(job)).cached_tokens for job in jobs] == [0, 0, 0]
+
+
+async def test_jobs_that_wait_for_a_prefix_end_with_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "modelyard.engines.llama_cpp.sequences.is_copy_worthwhile", lambda saved, moved, costs: saved > 8
+    )
+    runs = [words(0, 160) + words(n) for n in range(1, 4)]
+    async with running({"main": CacheInfo(256, 3)}, path=str(exact_model()), n_ubatch=16, n_batch=16) as engine:
+        WhileReading(engine, lambda: engine._inbox.put(None))
+        jobs = [engine.generate(id_prompt(run, max_tokens=200)) for run in runs]
+        ended = [end(await read(job)) for job in jobs]
+    assert [one.reason for one in ended] == ["error"] * 3
+
+
 # --- copies between caches --------------------------------------------------------------------------------------------
 
 
@@ -288,7 +433,7 @@ async def test_caches_of_one_layout_decode_their_streams_together(monkeypatch: p
             for n, cache in enumerate(("main", "main", "fast", "long"))
         ]
         got = [await read(job) for job in jobs]
-    assert (0, 1, 2, 3) in rows or (1, 2, 3) in rows, "streams of both caches, in neighbouring sequences"
+    assert rows & {(0, 1, 2), (1, 2, 3)}, "streams of both caches, in neighbouring sequences"
     for n, chunks in enumerate(got):
         assert_alike(chunks, await alone(words(n), max_tokens=40))
 
@@ -583,7 +728,7 @@ async def test_rewinding_before_all_checkpoints_evaluates_everything_again(model
         history = run + ids(await rewind_answer(engine, run))
         await rewind_answer(engine, history + words(2, 60))
         chunks = await rewind_answer(engine, edited)
-        (slot, _) = engine._caches["main"].slots
+        slot = max(engine._caches["main"].slots, key=lambda slot: slot.use_order)
         assert all(one.tokens <= len(edited) for one in slot.checkpoints), (
             "what was read over is no checkpoint any more"
         )
@@ -713,56 +858,56 @@ def snapshot(*tokens: int, size: int = 100, **fields: Any) -> KvSnapshot:
 
 def test_the_snapshot_that_covers_most_of_the_prompt_is_found() -> None:
     short, long = snapshot(1, 2), snapshot(1, 2, 3, 9)
-    offload = KvOffload(1000)
-    offload.add(long)
-    offload.add(short)
-    assert offload.find(run(1, 2, 3, 4), (), can_rewind=True) == (long, 3)
-    assert offload.find(run(1, 2, 3, 4), (), can_rewind=False) == (short, 2)
-    assert offload.find(run(7), (), can_rewind=True) is None
-    assert offload.find(run(1, 2), (("pirate", 1.0),), can_rewind=True) is None
+    parked = ParkedKv(1000)
+    parked.add(long)
+    parked.add(short)
+    assert parked.find(run(1, 2, 3, 4), (), can_rewind=True) == (long, 3)
+    assert parked.find(run(1, 2, 3, 4), (), can_rewind=False) == (short, 2)
+    assert parked.find(run(7), (), can_rewind=True) == (None, 0)
+    assert parked.find(run(1, 2), (("pirate", 1.0),), can_rewind=True) == (None, 0)
 
 
 def test_a_snapshot_that_cannot_be_cut_covers_its_checkpoint() -> None:
-    offload = KvOffload(1000)
-    offload.add(held := snapshot(1, 2, 3, 9, checkpoints=(Checkpoint(2, np.zeros(4, np.uint8)),)))
-    assert offload.find(run(1, 2, 3, 4), (), can_rewind=False) == (held, 2)
+    parked = ParkedKv(1000)
+    parked.add(held := snapshot(1, 2, 3, 9, checkpoints=(Checkpoint(2, np.zeros(4, np.uint8)),)))
+    assert parked.find(run(1, 2, 3, 4), (), can_rewind=False) == (held, 2)
 
 
 def test_a_snapshot_of_another_scope_is_not_found_and_not_replaced() -> None:
-    offload = KvOffload(1000)
-    offload.add(kept := snapshot(1, 2, 3, scope="ann"))
-    offload.add(snapshot(1, 2, 3, 4, scope="bob"))
-    assert len(offload) == 2
-    assert offload.find(run(1, 2, 3, 4, 5), (), "ann", can_rewind=True) == (kept, 3)
-    assert offload.find(run(1, 2, 3, 4, 5), (), "eve", can_rewind=True) is None
+    parked = ParkedKv(1000)
+    parked.add(kept := snapshot(1, 2, 3, scope="ann"))
+    parked.add(snapshot(1, 2, 3, 4, scope="bob"))
+    assert len(parked) == 2
+    assert parked.find(run(1, 2, 3, 4, 5), (), "ann", can_rewind=True) == (kept, 3)
+    assert parked.find(run(1, 2, 3, 4, 5), (), "eve", can_rewind=True) == (None, 0)
 
 
 def test_the_oldest_snapshot_is_dropped_first() -> None:
-    offload = KvOffload(250)
+    parked = ParkedKv(250)
     for tokens in ((1, 1), (2, 2), (3, 3)):
-        offload.add(snapshot(*tokens))
-    assert (len(offload), offload.size) == (2, 200)
-    assert offload.find(run(1, 1), (), can_rewind=True) is None
-    offload.add(snapshot(4, 4, size=251))
-    assert len(offload) == offload.size == 0  # it did not fit even alone
+        parked.add(snapshot(*tokens))
+    assert (len(parked), parked.size) == (2, 200)
+    assert parked.find(run(1, 1), (), can_rewind=True) == (None, 0)
+    parked.add(snapshot(4, 4, size=251))
+    assert (len(parked), parked.size) == (2, 200)  # it would not fit even alone
 
 
 def test_a_later_snapshot_replaces_the_earlier_one_of_its_conversation() -> None:
-    offload = KvOffload(1000)
-    offload.add(snapshot(1, 2))
-    offload.add(snapshot(1, 2, 3))
-    offload.add(snapshot(1, 2, 3, 4, adapters=(("pirate", 1.0),)))
-    assert len(offload) == 2
+    parked = ParkedKv(1000)
+    parked.add(snapshot(1, 2))
+    parked.add(snapshot(1, 2, 3))
+    parked.add(snapshot(1, 2, 3, 4, adapters=(("pirate", 1.0),)))
+    assert len(parked) == 2
 
 
 def test_snapshots_are_dropped_by_adapter_or_all_at_once() -> None:
-    offload = KvOffload(1000)
-    offload.add(snapshot(1, 2, adapters=(("pirate", 1.0),)))
-    offload.add(snapshot(1, 2))
-    offload.drop_adapter("pirate")
-    assert (len(offload), offload.size) == (1, 100)
-    offload.clear()
-    assert len(offload) == offload.size == 0
+    parked = ParkedKv(1000)
+    parked.add(snapshot(1, 2, adapters=(("pirate", 1.0),)))
+    parked.add(snapshot(1, 2))
+    parked.drop_adapter("pirate")
+    assert (len(parked), parked.size) == (1, 100)
+    parked.clear()
+    assert len(parked) == parked.size == 0
 
 
 # --- in the engine ----------------------------------------------------------------------------------------------------

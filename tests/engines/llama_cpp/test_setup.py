@@ -6,11 +6,12 @@ import json
 import os
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
 
-from modelyard.core.errors import Unavailable
+from modelyard.core.errors import InvalidRequest, Unavailable
 from modelyard.engines.llama_cpp import gpu_library, setup
 from modelyard.engines.llama_cpp.selftest import BrokenLibrary
 from modelyard.library import default_model, llama_cpp_build, llama_cpp_package
@@ -208,3 +209,46 @@ def test_both_libraries_write_the_same_greedy_text() -> None:
         found.append(json.loads(done.stdout))
     assert found[0] == found[1]
     assert found[0][0].startswith(" 17 18 19 20")
+
+
+# --- another library --------------------------------------------------------------------------------------------------
+
+
+def test_a_library_of_your_own_is_used_if_it_works(machine: Machine, tmp_path: Path) -> None:
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "libllama.so").touch()
+    assert setup.set_up_library(str(folder)) == setup.find_library(str(folder / "libllama.so")) == folder
+    assert chosen_library() == folder
+    machine.broken.add("mine")
+    use_library(machine.folder("old"))
+    with pytest.raises(BrokenLibrary, match="mine died The library in use has not changed"):
+        setup.set_up_library(str(folder))
+    assert machine.used == "old"
+
+
+def test_a_version_is_fetched_or_compiled(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    wheels, releases = list[str](), list[str]()
+    fetched, compiled = machine.folder("wheel"), machine.folder("build-0.3.35")
+    monkeypatch.setattr(llama_cpp_package, "fetch_wheel", lambda version, _: wheels.append(version) or fetched)
+    monkeypatch.setattr(llama_cpp_build, "build", lambda *, release: releases.append(release) or compiled)
+    assert setup.set_up_library("2026.10.11549") == fetched
+    assert setup.set_up_library("0.3.35") == compiled
+    assert (wheels, releases) == (["2026.10.11549"], ["0.3.35"])
+    with pytest.raises(InvalidRequest, match="neither a file, a folder nor a version"):
+        setup.set_up_library("newest")
+
+
+def test_the_library_inside_a_wheel_is_unpacked(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def download(requirement: str, folder: Path, _: object) -> Path:
+        assert requirement == "xllamacpp==2026.1.1"
+        wheel = folder / "xllamacpp.whl"
+        with zipfile.ZipFile(wheel, "w") as archive:
+            archive.writestr("xllamacpp/xllamacpp.abi3.so", b"library")
+            archive.writestr("xllamacpp/other.so", b"other")
+        return wheel
+
+    monkeypatch.setattr(llama_cpp_package, "pip_download", download)
+    folder = llama_cpp_package.fetch_wheel("2026.1.1")
+    assert [(file.name, file.read_bytes()) for file in folder.iterdir()] == [("libllama.so", b"library")]
+    assert folder.parent == machine.home

@@ -13,10 +13,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import modelyard_vllm as vllm
 from modelyard.core.engine import CacheInfo, EngineSpec, Prompt, TokenRun
 from modelyard.core.request import Sampling
-from modelyard.engines import vllm
-from modelyard.engines.vllm.engine import VllmEngine
+from modelyard_vllm.engine import VllmEngine
 from tests.engines.fake import helpers as fake_helpers
 
 GREEDY = Sampling(temperature=0)

@@ -12,9 +12,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from modelyard.engines.vllm import async_llm, engine
 from modelyard.workers.definitions import EngineDefinition, read_definition
 from modelyard.workers.worker_process import run_worker
+from modelyard_vllm import async_llm, engine
 
 WINDOW, MAX_SEQS = 2048, 8
 

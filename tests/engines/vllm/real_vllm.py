@@ -18,12 +18,10 @@ from uuid import uuid4
 import numpy as np
 import pytest
 
+import modelyard_vllm as vllm
 from modelyard.core.engine import CacheInfo, Control, EngineInfo, EngineSpec, EngineStats, OnProgress, Prompt
 from modelyard.core.errors import ModelyardError, Unavailable
-from modelyard.engines import vllm
-from modelyard.library import vllm_env
 from modelyard.library.cache_dir import cache_dir
-from modelyard.library.convert import convert
 from modelyard.processes.parent_death import die_with_parent
 from modelyard.tokenizer.huggingface import HuggingFaceTokenizer
 from modelyard.workers.client import WorkerSession, remote_engine
@@ -31,6 +29,8 @@ from modelyard.workers.definitions import define, message_spec, write_definition
 from modelyard.workers.messages import OpenEngine
 from modelyard.workers.process_engine import ProcessTextEngine, create_process_engine
 from modelyard.workers.transport import HeartbeatConfig
+from modelyard_convert import convert
+from modelyard_vllm import env as vllm_env
 
 PATIENT = HeartbeatConfig(worker_misses=1000)
 BLOCK = 32  # the CPU build takes multiples of 32 only

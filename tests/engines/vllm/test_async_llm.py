@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
+import modelyard_vllm as vllm
 from modelyard.core.engine import Accepted, Chunk, End, Media, Prompt, TokenRun, Tokens
 from modelyard.core.errors import ENGINE_DIED, ContextOverflow, Internal, InvalidRequest, NotFound, Unavailable
 from modelyard.core.request import Constraint
 from modelyard.core.tokenizer import IdLogprob
-from modelyard.engines import vllm
-from modelyard.engines.vllm.async_llm import AsyncLlmRunner, VllmJob
-from modelyard.engines.vllm.errors import death_error, first_token_error, load_error, request_error
+from modelyard_vllm.async_llm import AsyncLlmRunner, VllmJob
+from modelyard_vllm.errors import death_error, first_token_error, load_error, request_error
 from tests.engines.vllm.helpers import prompt as chat_prompt
 
 # --- outputs as chunks ----------------------------------------------------------------------------------------------

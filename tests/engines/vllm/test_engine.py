@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
+import modelyard_vllm as vllm
 from modelyard.core.engine import CacheInfo, Control, End, EngineSpec, Media, TokenRun, Tokens
 from modelyard.core.errors import ContextOverflow, InvalidRequest, NotFound, Timeout, Unavailable, Unsupported
 from modelyard.core.request import Constraint, Sampling
-from modelyard.engines import vllm
-from modelyard.engines.vllm.engine import VllmEngine
 from modelyard.plugins import MissingLibrary
+from modelyard_vllm.engine import VllmEngine
 from tests.engines.reading import accepted, end, ids, read, until
 from tests.engines.vllm import helpers
 from tests.engines.vllm.helpers import FAKE_LIBRARY, make, prompt, running

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from modelyard.engines.vllm.errors import failure_reason, startup_stage
+from modelyard_vllm.errors import failure_reason, startup_stage
 
 STARTING = [
     "(APIServer pid=1) INFO 11-15 10:09:36 [model.py:733] Resolved architecture: LlamaForCausalLM",

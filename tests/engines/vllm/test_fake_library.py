@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from modelyard.core.engine import CacheInfo
-from modelyard.engines.vllm.options import VllmOptions, engine_arguments
+from modelyard_vllm.options import VllmOptions, engine_arguments
 from tests.engines.vllm import real_vllm
 from tests.engines.vllm.helpers import FAKE_LIBRARY
 

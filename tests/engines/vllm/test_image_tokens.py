@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 from PIL import Image
 
+import modelyard_vllm as vllm
 from modelyard.core.engine import Media
 from modelyard.core.errors import InvalidRequest, Unavailable, Unimplemented, Unsupported
-from modelyard.engines import vllm
-from modelyard.engines.vllm import image_tokens
-from modelyard.engines.vllm.options import VllmOptions
-from modelyard.engines.vllm_serve.server import interpreter_of
+from modelyard_vllm import image_tokens
+from modelyard_vllm.options import VllmOptions
+from modelyard_vllm.serve.server import interpreter_of
 
 # A stand-in for the library: an image takes one token for each 10 pixels of its width.
 LIBRARY = """

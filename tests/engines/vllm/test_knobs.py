@@ -8,7 +8,7 @@ import pytest
 
 from modelyard.core.engine import AvailableMemory, CacheInfo
 from modelyard.core.knobs import Goal
-from modelyard.engines.vllm.knobs import current, knobs
+from modelyard_vllm.knobs import current, knobs
 from tests.engines.vllm.helpers import spec
 
 HERE = AvailableMemory(1 << 34)

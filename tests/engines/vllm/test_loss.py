@@ -11,9 +11,9 @@ import pytest
 
 from modelyard.core.engine import CacheInfo, EngineSpec
 from modelyard.core.errors import InvalidRequest
-from modelyard.engines.vllm.loss import TOP_LOGPROBS, compare, divergence, evaluation_spec, loss
-from modelyard.engines.vllm.options import engine_arguments
-from modelyard.tune.trial import QUALITY_TEXT
+from modelyard_optimize.trial import QUALITY_TEXT
+from modelyard_vllm.loss import TOP_LOGPROBS, compare, divergence, evaluation_spec, loss
+from modelyard_vllm.options import engine_arguments
 from tests.engines.vllm import real_vllm
 from tests.engines.vllm.helpers import FAKE_LIBRARY, spec
 

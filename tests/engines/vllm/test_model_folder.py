@@ -11,8 +11,8 @@ import pytest
 
 from modelyard.core.engine import AvailableMemory, CacheInfo, EngineSpec, MemoryEstimate
 from modelyard.core.errors import InvalidRequest, NotFound
-from modelyard.engines.vllm import estimate
-from modelyard.engines.vllm.model_folder import (
+from modelyard_vllm import estimate
+from modelyard_vllm.model_folder import (
     check_weights,
     find_folder,
     read_config,
@@ -20,7 +20,7 @@ from modelyard.engines.vllm.model_folder import (
     resolve_companions,
     resolve_model,
 )
-from modelyard.engines.vllm.options import VllmOptions
+from modelyard_vllm.options import VllmOptions
 from tests.engines.vllm.helpers import weights
 
 

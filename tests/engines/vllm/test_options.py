@@ -12,7 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 from modelyard.config.load import load_config
 from modelyard.config.settings import engine_spec
 from modelyard.core.engine import CacheInfo, EngineSpec
-from modelyard.engines.vllm.options import LIVE_OVERRIDES, VllmOptions, engine_arguments
+from modelyard_vllm.options import LIVE_OVERRIDES, VllmOptions, engine_arguments
 from tests.config.test_pool_definitions import DEFINITIONS
 
 

@@ -21,8 +21,8 @@ import pytest
 from modelyard.core.engine import CacheInfo, Chunk, EngineStats, Prompt, TokenRun, Tokens
 from modelyard.core.errors import InvalidRequest, Unavailable
 from modelyard.core.request import Sampling
-from modelyard.library import vllm_env
 from modelyard.workers.process_engine import ProcessTextEngine
+from modelyard_vllm import env as vllm_env
 from tests.engines.fake import helpers as fake_helpers
 from tests.engines.reading import assert_alike, end, read, until
 from tests.engines.vllm import real_vllm

@@ -17,7 +17,7 @@ from msgspec.structs import fields
 from modelyard.core.engine import Media, Prompt, TokenRun
 from modelyard.core.errors import InvalidRequest, NotFound, Unsupported
 from modelyard.core.request import Constraint, Sampling
-from modelyard.engines.vllm.request import (
+from modelyard_vllm.request import (
     IGNORED,
     PRIORITIES,
     VllmAdapters,

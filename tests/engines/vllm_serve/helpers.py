@@ -17,9 +17,9 @@ import psutil
 from modelyard.core.engine import CacheInfo, EngineSpec
 from modelyard.core.events import Event
 from modelyard.core.request import Message, Request, Sampling, Text
-from modelyard.engines import vllm_serve
-from modelyard.engines.vllm_serve.engine import VllmServeEngine
 from modelyard.library.default_model import fetch
+from modelyard_vllm import serve as vllm_serve
+from modelyard_vllm.serve.engine import VllmServeEngine
 from tests.engines.llama_server.helpers import program as llama_server
 from tests.engines.llama_server.helpers import read_rest
 

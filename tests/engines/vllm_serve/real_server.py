@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from modelyard.core.engine import CacheInfo, EngineSpec
-from modelyard.engines import vllm_serve
-from modelyard.engines.vllm_serve.engine import VllmServeEngine
-from modelyard.library import vllm_env
-from modelyard.library.convert import convert
+from modelyard_convert import convert
+from modelyard_vllm import env as vllm_env
+from modelyard_vllm import serve as vllm_serve
+from modelyard_vllm.serve.engine import VllmServeEngine
 
 # In the style of Hermes; the template of SmolLM2 has no tools.
 TOOLS_TEMPLATE = (

@@ -42,9 +42,9 @@ from modelyard.core.request import (
     Tool,
     ToolChoice,
 )
-from modelyard.engines.vllm_serve import Options
-from modelyard.engines.vllm_serve.engine import VllmServeEngine, chat_body, tokenize_body
-from modelyard.engines.vllm_serve.server import find_binary
+from modelyard_vllm.serve import Options
+from modelyard_vllm.serve.engine import VllmServeEngine, chat_body, tokenize_body
+from modelyard_vllm.serve.server import find_binary
 from tests.engines.llama_server.helpers import read_rest, read_until_delta
 from tests.engines.vllm_serve import helpers
 from tests.engines.vllm_serve.helpers import (

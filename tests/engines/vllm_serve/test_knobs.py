@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from modelyard.core.engine import CacheInfo, EngineSpec
-from modelyard.engines.vllm import knobs as in_process
-from modelyard.engines.vllm_serve import knobs
 from modelyard.telemetry.system import GpuMemory
+from modelyard_vllm import knobs as in_process
+from modelyard_vllm.serve import knobs
 from tests.engines.vllm_serve.helpers import options
 
 GIB = 2**30

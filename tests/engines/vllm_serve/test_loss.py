@@ -10,10 +10,10 @@ import pytest
 
 from modelyard.core.engine import CacheInfo, EngineSpec
 from modelyard.core.errors import InvalidRequest, Unavailable
-from modelyard.engines import vllm_serve
-from modelyard.engines.vllm.loss import TOP_LOGPROBS
-from modelyard.engines.vllm_serve.loss import loss
-from modelyard.tune.trial import QUALITY_TEXT
+from modelyard_optimize.trial import QUALITY_TEXT
+from modelyard_vllm import serve as vllm_serve
+from modelyard_vllm.loss import TOP_LOGPROBS
+from modelyard_vllm.serve.loss import loss
 from tests.engines.vllm.real_vllm import tokenizer
 from tests.engines.vllm_serve import real_server
 from tests.engines.vllm_serve.helpers import behaviour, options, recorded

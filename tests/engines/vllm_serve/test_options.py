@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from modelyard.engines.vllm_serve import LIVE_OVERRIDES, Options
-from modelyard.engines.vllm_serve.options import flag_name
+from modelyard_vllm.serve import LIVE_OVERRIDES, Options
+from modelyard_vllm.serve.options import flag_name
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,8 @@ from modelyard.core.engine import CacheInfo
 from modelyard.core.errors import Cancelled, ContextOverflow, ModelyardError, Unavailable
 from modelyard.core.events import BlockDelta, Event, Failed, Finished, collect_reply
 from modelyard.core.request import Constraint, Request, RerankRequest, Sampling
-from modelyard.engines.vllm_serve.engine import VllmServeEngine
-from modelyard.library import vllm_env
+from modelyard_vllm import env as vllm_env
+from modelyard_vllm.serve.engine import VllmServeEngine
 from tests.engines.conformance.test_chat_engines import NO_END
 from tests.engines.vllm.real_vllm import write_adapter
 from tests.engines.vllm_serve import real_server

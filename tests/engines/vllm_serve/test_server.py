@@ -10,8 +10,8 @@ import pytest
 
 from modelyard.core.engine import CacheInfo
 from modelyard.engines.managed import ListenAddress
-from modelyard.engines.vllm_serve import Options
-from modelyard.engines.vllm_serve.server import (
+from modelyard_vllm.serve import Options
+from modelyard_vllm.serve.server import (
     ServedModel,
     command_line,
     environment,

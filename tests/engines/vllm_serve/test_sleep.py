@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from modelyard.core.events import collect_reply
-from modelyard.engines.vllm_serve.engine import sleeping_servers
+from modelyard_vllm.serve.engine import sleeping_servers
 from tests.engines.vllm_serve.helpers import behaviour, chat_request, read_events, recorded, running_engine
 
 

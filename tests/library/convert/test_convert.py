@@ -9,9 +9,9 @@ from rich.console import Console
 
 from modelyard.core.errors import InvalidRequest, ModelyardError, Unavailable
 from modelyard.library import models
-from modelyard.library.convert import convert, writers
 from modelyard.library.progress import ProgressReporter
 from modelyard.plugins import MissingLibrary
+from modelyard_convert import convert, writers
 from tests.library.convert import tiny_models
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from modelyard.core.errors import InvalidRequest, Unsupported
-from modelyard.library.convert.gguf_model import GgufModel
+from modelyard_convert.gguf_model import GgufModel
 from tests.library.convert import tiny_models
 
 

@@ -16,10 +16,10 @@ import pytest
 import modelyard_ct2 as ct2
 from modelyard.core.engine import AvailableMemory, EngineSpec
 from modelyard.core.errors import Unsupported
-from modelyard.library.convert import convert, writers
 from modelyard.library.gguf import read_contents
 from modelyard.tokenizer.gguf import GgufTokenizer
 from modelyard.tokenizer.huggingface import HuggingFaceTokenizer
+from modelyard_convert import convert, writers
 from tests.engines.llama_cpp import reference
 from tests.engines.llama_cpp.helpers import model_file
 from tests.library.convert import tiny_models

@@ -74,7 +74,6 @@ def test_a_string_equals_one_text_block_and_cache_control_leaves_no_trace() -> N
 
 def test_unknown_fields_betas_and_enum_values_are_accepted() -> None:
     request = read(
-        context_management={"edits": []},
         safeguards=[{"type": "x"}],
         service_tier="auto",
         thinking={"type": "dreaming", "display": "updates"},
@@ -83,7 +82,7 @@ def test_unknown_fields_betas_and_enum_values_are_accepted() -> None:
     )
     assert request.reasoning == Reasoning(effort="astronomic", summary="updates")
     assert request.tool_choice == ToolChoice()
-    assert request.warnings == ("tool_choice_unknown:perhaps",)
+    assert request.warnings == ("field_ignored:service_tier", "tool_choice_unknown:perhaps")
 
 
 def test_an_unknown_output_format_is_refused() -> None:

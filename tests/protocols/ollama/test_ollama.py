@@ -95,7 +95,7 @@ def test_options_are_sampling_and_the_limit() -> None:
 
 def test_the_window_belongs_to_the_configuration() -> None:
     (warning,) = read(options={"num_ctx": 2048}).warnings
-    assert warning.startswith("num_ctx_ignored:")
+    assert warning.startswith("field_ignored:options.num_ctx")
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,7 @@ def test_a_context_continues_the_conversation() -> None:
 def test_a_foreign_context_is_ignored_and_a_damaged_one_refused() -> None:
     foreign = prompt(context=[1, 2, 3])
     assert len(foreign.messages) == 1
-    assert foreign.warnings[0].startswith("context_ignored")
+    assert foreign.warnings[0].startswith("field_ignored:context")
     context = msgspec.json.decode(generate.write_reply([collect_reply(answer(text(0, "Hi")))], prompt()))["context"]
     for damaged in ([*context[:2], 5, 5], [*context[:4], 999]):
         with pytest.raises(InvalidRequest, match="context is damaged"):

@@ -42,7 +42,6 @@ def test_a_key_or_item_type_of_the_pool_dialect_selects_it(body: dict[str, Any])
     [
         {"input": "Hello"},
         {"input": "Hello", "instructions": "Be brief.", "stream": True},
-        {"input": "Hello", "allow_remote": True},
         {"input": "Hello", "thinking": {"type": "enabled"}},
         {"input": [{"role": "user", "content": TEXTS}]},
         {"input": [{"type": "message", "role": "user", "content": "Hello"}]},

@@ -50,7 +50,8 @@ def test_a_system_item_is_not_read_as_instructions() -> None:
 
 
 def test_unknown_fields_and_null_fields_are_accepted() -> None:
-    assert read(client_metadata={"a": 1}, truncation="auto", temperature=None, tools=None, service_tier="x") == read()
+    assert read(client_metadata={"a": 1}, temperature=None, tools=None) == read()
+    assert read(truncation="auto").warnings == ("field_ignored:truncation",)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +100,7 @@ def test_a_previous_response_needs_no_input() -> None:
 
 def test_an_input_of_items_that_are_all_ignored_is_refused() -> None:
     ignored = {"type": "from_the_future"}
-    with pytest.raises(InvalidRequest, match=r"input\[0\]: items of type 'from_the_future' are ignored") as error:
+    with pytest.raises(InvalidRequest, match=r"item_ignored:from_the_future at input\[0\]") as error:
         read(input=[ignored], instructions="Be brief.")
     assert error.value.param == "input"
     assert len(read(input=[ignored, {"role": "user", "content": "hi"}]).messages) == 1
@@ -304,7 +305,7 @@ def test_a_refusal_is_text() -> None:
     "item",
     [
         {"type": "web_search_call", "id": "ws_1", "action": {"type": "search"}},
-        {"type": "tool_search_call", "arguments": {"query": "x"}, "call_id": None},
+        {"type": "file_search_call", "id": "fs_1", "queries": ["x"]},
         {"type": "image_generation_call", "id": "ig_1", "result": "iVBORw0KGgo=", "action": "edit"},
     ],
 )

@@ -6,8 +6,9 @@ from hypothesis import given, settings
 
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.events import Reply, collect_reply
-from modelyard.core.request import Message, Request, Text, Thinking, ToolCall, ToolResult
+from modelyard.core.request import Message, Request, Text, Thinking, Tool, ToolCall, ToolResult, ToolServer
 from modelyard.protocols import openai_responses
+from modelyard.protocols.openai_responses.stored import decode_stored, encode_thread, prepend_stored
 from tests.protocols.openai_responses.helpers import CASES
 from tests.strategies import replies, requests
 
@@ -89,3 +90,16 @@ def test_input_items_are_listed_newest_first() -> None:
 def test_deletions_and_token_counts_are_written() -> None:
     assert openai_responses.write_deleted("resp_1") == b'{"id":"resp_1","object":"response","deleted":true}'
     assert openai_responses.write_input_tokens(7) == b'{"object":"response.input_tokens","input_tokens":7}'
+
+
+def test_a_thread_keeps_its_tools_but_not_what_gives_access_to_their_servers() -> None:
+    server = ToolServer(label="wiki", headers={"authorization": "Bearer secret"}, excluded=("delete",))
+    tools = (Tool("look"), Tool("wiki", kind="server", type="mcp_toolset", server=server))
+    encoded = encode_thread(Request(model="m", messages=(USER,), tools=tools, thread=True), REPLY)
+    assert b"secret" not in encoded
+    follow = Request(model="m", thread=True, previous="msg_t")
+    access = Tool("wiki", kind="server", server=ToolServer(label="wiki", headers={"authorization": "Bearer new"}))
+    stored = decode_stored(encoded)
+    assert prepend_stored(stored, follow).tools == tools[:1]
+    _, wiki = prepend_stored(stored, msgspec.structs.replace(follow, tools=(access,))).tools
+    assert wiki.server == msgspec.structs.replace(server, headers={"authorization": "Bearer new"})

@@ -1,0 +1,65 @@
+"""What 100 short questions about a long input cost: tokens evaluated, and processor time, of `POST /v1/decisions`.
+
+    python -m bench.decisions [--tokens 8000] [--questions 100] [--parallel 1]
+
+An input is read with one question, and another one of the same length with all of them, on the default model in this
+process. The claim: the second costs at most 1.3 times reading the input, and the questions' own tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import Any
+
+import httpx
+
+from modelyard.library import default_model
+from tests.live_server import LiveServer, live_server
+
+PER_LINE = 11  # tokens, about
+
+
+def text(seed: str, tokens: int) -> str:
+    return "\n".join(f"{seed} {number}: paid on day {number % 31}." for number in range(tokens // PER_LINE))
+
+
+def question(number: int) -> dict[str, str]:
+    return {"type": "predicate", "instructions": f"The order {number} was paid."}
+
+
+def measure(server: LiveServer, given: str, questions: int) -> tuple[int, float, float, Any]:
+    """Tokens evaluated, processor time, wall time, and the reply."""
+    engine: Any = server.app.scheduler.engine("smollm2")
+    before, cpu, wall = engine.stats().evaluated_tokens, time.process_time(), time.perf_counter()
+    body = {"model": "smollm2", "input": given, "questions": [question(number) for number in range(questions)]}
+    reply = httpx.post(f"{server.url}/v1/decisions", json=body, timeout=3600)
+    reply.raise_for_status()
+    spent = time.process_time() - cpu, time.perf_counter() - wall
+    return engine.stats().evaluated_tokens - before, *spent, reply.json()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--tokens", type=int, default=8000)
+    parser.add_argument("--questions", type=int, default=100)
+    parser.add_argument("--parallel", type=int, default=1)
+    given = parser.parse_args()
+    default_model.fetch()
+    model = {"backend": "llama_cpp", "path": "smollm2", "n_ctx": 16384, "parallel": given.parallel, "n_threads": 1}
+    with live_server({"models": {"smollm2": model}}) as server:
+        measure(server, "Warm-up", 1)
+        one_tokens, one_cpu, one_wall, one = measure(server, text("Invoice", given.tokens), 1)
+        tokens, cpu, wall, many = measure(server, text("Receipt", given.tokens), given.questions)
+    own = many["usage"]["input_tokens"] - one["usage"]["input_tokens"]
+    print(f"the input: {one_tokens} tokens evaluated, {one_cpu:.1f} s of processor time, {one_wall:.1f} s")
+    print(f"{given.questions} questions: {tokens} tokens evaluated, {cpu:.1f} s of processor time, {wall:.1f} s")
+    print(f"the questions' own tokens: {own}")
+    print(f"tokens evaluated / (input + own): {tokens / (one_tokens + own):.2f}")
+    allowed = 1.3 * one_tokens + own
+    print(f"tokens evaluated / (1.3 × input + own): {tokens / allowed:.2f} (at most 1)")
+    print(f"processor time / that of the input: {cpu / one_cpu:.2f}")
+
+
+if __name__ == "__main__":
+    main()

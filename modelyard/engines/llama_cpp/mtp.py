@@ -1,0 +1,392 @@
+"""Drafts by the model's own MTP layers (multi-token prediction): a second context on the same weights.
+
+The target's hidden row of position p, together with the token of position p + 1, gives the head's entry at p + 1: its
+KV, and a guess of the token at p + 2. From its own hidden row the head goes on guessing.
+
+    target decodes ─→ `read`: its hidden rows wait with the tokens after them ─→ `draft`: the head reads what waits and
+    the last token in one decode, then guesses one token after another; the KV of its guesses is removed again
+
+Rows that nobody drafts from are read in batches (`_WAITING`); while drafts do not pay, they wait, and the oldest are
+forgotten (`_MAX_BYTES`). What the target's KV does, cut, copy, export or restore,
+the head's does with it (`KvMemory`), so that a reused prefix is not read again. A row that is unknown is zero: that
+costs a worse guess, never a wrong answer.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from ctypes import POINTER, c_float, c_uint8
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from msgspec import Struct
+
+from modelyard.core.engine import CacheInfo
+from modelyard.core.errors import InvalidRequest
+from modelyard.engines.llama_cpp import loading
+from modelyard.engines.llama_cpp.batch import IntArray, LlamaBatch
+from modelyard.engines.llama_cpp.binding import lib, short
+from modelyard.engines.llama_cpp.estimate import require_mtp_layers
+from modelyard.engines.llama_cpp.job import LlamaCppJob
+from modelyard.engines.llama_cpp.logits import logits_rows
+from modelyard.engines.llama_cpp.model_shape import ModelShape
+from modelyard.engines.llama_cpp.options import Options
+from modelyard.engines.llama_cpp.sequences import MovedBlock
+
+log = logging.getLogger(__name__)
+
+Rows = npt.NDArray[np.float32]
+Bytes = npt.NDArray[np.uint8]
+
+_WAITING = 64  # rows of all sequences that wait, at most
+_IDLE = 64  # decodes of the target without a draft: reading along costs as much as a layer
+_MAX_BYTES = 32 << 20  # of rows that wait while nobody drafts
+_CONTEXT_TYPE = 1  # LLAMA_CONTEXT_TYPE_MTP
+_NO_TOKENS = np.zeros(0, np.int32)
+
+
+def require_heads(shape: ModelShape | None) -> None:
+    """Raises if the model shall draft with its own layers, and the file or the library cannot do it."""
+    if shape is not None:
+        require_mtp_layers(shape)
+    if missing := lib.lacks("mtp"):
+        raise InvalidRequest(
+            f"speculation = mtp needs another llama.cpp library: {lib.path} does not export {', '.join(missing)}",
+            code="mtp_unavailable",
+        )
+
+
+# --- the order of rows ------------------------------------------------------------------------------------------------
+
+
+def computed_order(counts: Sequence[tuple[int, int]], outputs: Sequence[bool], tail: int) -> IntArray | None:
+    """The row of the batch that each hidden row belongs to; None if they have the order of the batch. Pure.
+
+    `counts`: each sequence and its rows, in the order of the batch. llama.cpp computes neighbouring sequences together,
+    as many rows of each as all of them have. A sequence that can take back `tail` - 1 tokens is not divided within its
+    last `tail` rows. Hidden rows stay in the order in which they were computed, and then change places as the rows with
+    logits do when those are sorted.
+    """
+    if len({count for _, count in counts}) <= 1:
+        return None
+    starts = np.cumsum([0, *(count for _, count in counts)])
+    done = [0] * len(counts)
+    order: list[int] = []
+    while len(order) < starts[-1]:
+        run = list(_run(counts, done))
+        rows = min(counts[at][1] - done[at] for at in run)
+        whole = 0
+        while whole < len(run) and not 0 < counts[run[whole]][1] - done[run[whole]] - rows < tail:
+            whole += 1
+        if not whole:
+            run, rows = run[:1], counts[run[0]][1] - done[run[0]]
+        else:
+            run = run[:whole]
+        for at in run:
+            order += range(starts[at] + done[at], starts[at] + done[at] + rows)
+            done[at] += rows
+    _sort_outputs(order, [row for row in order if outputs[row]])
+    return np.asarray(order, np.int32)
+
+
+def _run(counts: Sequence[tuple[int, int]], done: Sequence[int]) -> Iterator[int]:
+    """The first sequence with rows left, and those after it with the next number each."""
+    last = None
+    for at, (sequence, count) in enumerate(counts):
+        if done[at] < count and (last is None or sequence == last + 1):
+            last = sequence
+            yield at
+
+
+def _sort_outputs(order: list[int], output_rows: list[int]) -> None:
+    """llama.cpp sorts the rows with logits by selection, and swaps hidden rows of the same numbers with them."""
+    for at in range(len(output_rows) - 1):
+        least = min(range(at, len(output_rows)), key=output_rows.__getitem__)
+        if least != at:
+            output_rows[at], output_rows[least] = output_rows[least], output_rows[at]
+            order[at], order[least] = order[least], order[at]
+
+
+# --- the head ---------------------------------------------------------------------------------------------------------
+
+
+class _Waiting(Struct):
+    """A sequence: the head's KV ends before position `end`. `rows` are the target's hidden rows from `end` - 1 on, and
+    `tokens` those after each of them but the last."""
+
+    end: int
+    rows: Rows
+    tokens: IntArray
+
+
+class _HeadBatch(LlamaBatch):
+    """A batch with tokens and hidden rows."""
+
+    def __init__(self, capacity: int, width: int) -> None:
+        super().__init__(capacity)
+        self.hidden: Rows = np.zeros((capacity, width), np.float32)
+        self.raw.embd = self.hidden.ctypes.data_as(POINTER(c_float))
+
+    def add_pairs(self, tokens: Any, rows: Rows, position: int, sequence: int, *, output: bool) -> int:
+        """Returns the last row."""
+        at = self.size
+        self.hidden[at : at + len(rows)] = rows
+        self.add(np.asarray(tokens, np.int32), position, sequence, last=output, drafted=len(rows) - 1)
+        return self.size - 1
+
+
+class MtpHead:
+    """The MTP layers for the sequences of one context. Belongs to the engine's thread."""
+
+    def __init__(self, target: Any, name: str, info: CacheInfo, options: Options) -> None:
+        self._target, self._model = target, lib.llama_get_model(target)
+        self.width: int = lib.llama_model_n_embd_out(self._model)
+        self.most = info.parallel * (2 + options.max_draft)  # rows with logits of a decode
+        self._merged = 1 + options.max_draft  # rows of a sequence that are read together with its last token
+        self.context = loading.create_head_context(self._model, name, info, options, target, self.most, _CONTEXT_TYPE)
+        self._memory = lib.llama_get_memory(self.context)
+        self.n_vocab: int = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(self._model))
+        self._tail = 1 + rollback if (rollback := lib.llama_n_rs_seq(target)) else 0
+        self._n_ubatch = options.for_cache(info).n_ubatch
+        self.batch = _HeadBatch(max(self._n_ubatch, self.most), self.width)
+        self._waiting: dict[int, _Waiting] = {}
+        self.works = True
+        self._idle = 0  # decodes since the last draft
+        short.set_embeddings_nextn(target, True, False)
+        short.set_embeddings_nextn(self.context, True, True)
+
+    def close(self) -> None:
+        context, self.context = self.context, None
+        if context is not None:
+            lib.llama_free(context)
+
+    # --- after a decode of the target ---------------------------------------------------------------------------------
+
+    def read(self, batch: LlamaBatch, ahead: int = 0) -> None:
+        """Takes the hidden rows of the target's last decode. `ahead`: how far the batch's positions are further by
+        now."""
+        address = short.get_embeddings_nextn(self._target)
+        if not address or not self.works:
+            return
+        size, sequences = batch.size, batch.seq[: batch.size]
+        rows = logits_rows(address, size, self.width)
+        firsts = [0, *(np.flatnonzero(np.diff(sequences)) + 1).tolist()]
+        ends = [*firsts[1:], size]
+        counts = [(int(sequences[at]), end - at) for at, end in zip(firsts, ends, strict=True)]
+        order = computed_order(counts, batch.output[:size].tolist(), self._tail)
+        if order is not None:
+            sorted_rows = np.empty_like(rows)
+            sorted_rows[order] = rows
+            rows = sorted_rows
+        for at, end in zip(firsts, ends, strict=True):
+            self._append(int(sequences[at]), int(batch.pos[at]) - ahead, batch.token[at:end], rows[at:end])
+        self._idle += 1
+        waiting = sum(len(state.rows) for state in self._waiting.values())
+        if self._idle <= _IDLE and waiting > _WAITING + len(self._waiting):
+            self.catch_up(list(self._waiting))
+        elif waiting > (most := _MAX_BYTES // (4 * self.width)):
+            self._forget(most // (2 * len(self._waiting)))
+
+    def _forget(self, keep: int) -> None:
+        """Leaves each sequence its last rows."""
+        for sequence, state in list(self._waiting.items()):
+            if (dropped := len(state.rows) - keep) > 0:
+                self.clear(sequence)
+                state.end, state.rows, state.tokens = state.end + dropped, state.rows[dropped:], state.tokens[dropped:]
+                self._waiting[sequence] = state
+
+    def _append(self, sequence: int, position: int, tokens: IntArray, rows: Rows) -> None:
+        self.cut(sequence, position)
+        state = self._waiting.get(sequence)
+        if state is None or position != state.end - 1 + len(state.rows):  # nothing is known of what is before it
+            self.clear(sequence)
+            self._waiting[sequence] = _Waiting(position + 1, rows.copy(), tokens[1:].copy())
+            return
+        state.tokens = np.concatenate((state.tokens, tokens if len(state.rows) else tokens[1:]))
+        state.rows = np.concatenate((state.rows, rows))
+
+    def catch_up(self, sequences: Sequence[int]) -> None:
+        """Reads what waits, without logits."""
+        self.batch.clear()
+        for sequence in sorted(sequences):
+            state = self._waiting.get(sequence)
+            while state is not None and len(state.tokens) and self.works:
+                count = min(len(state.tokens), self._n_ubatch - self.batch.size)
+                if count:
+                    self.batch.add_pairs(state.tokens[:count], state.rows[:count], state.end, sequence, output=False)
+                    state.end, state.tokens, state.rows = state.end + count, state.tokens[count:], state.rows[count:]
+                if self.batch.size == self._n_ubatch:
+                    self.decode()
+                    self.batch.clear()
+        if self.batch.size:
+            self.decode()
+
+    def decode(self) -> bool:
+        """A failure costs speed, not an answer."""
+        code = lib.llama_decode(self.context, self.batch.raw) if self.works else 0
+        if code != 0:
+            self.works = False
+            log.error("llama_decode of the MTP layers failed with code %d: drafts are off from now on", code)
+        return self.works
+
+    # --- what a draft begins with -------------------------------------------------------------------------------------
+
+    def begin_draft(self, sequence: int, position: int, token: int) -> int | None:
+        """Adds what waits and the last token, at this position, to the batch. Returns the row of that token; None if
+        its hidden row is not known."""
+        self.cut(sequence, position)
+        self._idle = 0
+        state = self._waiting.get(sequence)
+        if state is None or not len(state.rows) or position != state.end - 1 + len(state.rows):
+            return None
+        tokens = np.append(state.tokens, np.int32(token))
+        row = self.batch.add_pairs(tokens, state.rows, state.end, sequence, output=True)
+        state.end, state.rows, state.tokens = position + 1, state.rows[:0], _NO_TOKENS
+        return row
+
+    def lags(self, sequence: int) -> bool:
+        """Whether too much waits to be read with the last token."""
+        state = self._waiting.get(sequence)
+        return state is not None and len(state.rows) > self._merged
+
+    def end_draft(self, sequence: int) -> None:
+        """Removes the KV of the guesses."""
+        short.memory_seq_rm(self._memory, sequence, self._waiting[sequence].end, -1)
+
+    # --- with the target's KV -----------------------------------------------------------------------------------------
+
+    def clear(self, sequence: int) -> None:
+        if self._waiting.pop(sequence, None) is not None:
+            short.memory_seq_rm(self._memory, sequence, -1, -1)
+
+    def cut(self, sequence: int, position: int) -> None:
+        """The target holds only what is before this position."""
+        state = self._waiting.get(sequence)
+        if state is None:
+            return
+        if state.end > position and not (state.end == position + 1 and not len(state.rows)):
+            short.memory_seq_rm(self._memory, sequence, position, -1)
+            self._waiting[sequence] = _Waiting(position, np.zeros((1, self.width), np.float32), _NO_TOKENS)
+        elif len(state.rows) > (known := position - state.end + 1):
+            state.rows, state.tokens = state.rows[:known], state.tokens[: max(0, known - 1)]
+
+    def move(self, sequence: int, blocks: Sequence[MovedBlock]) -> None:
+        """As `KvMemory.move`."""
+        self.catch_up([sequence])
+        for block in blocks:
+            short.memory_seq_rm(self._memory, sequence, block.target, block.source)
+            end, distance = block.source + block.count, block.target - block.source
+            short.memory_seq_add(self._memory, sequence, block.source, end, distance)
+        if (state := self._waiting.get(sequence)) is not None:
+            state.end += blocks[-1].target - blocks[-1].source
+            self.cut(sequence, blocks[-1].target + blocks[-1].count)
+
+    def copy(self, source: int, target: int, position: int) -> None:
+        self.restore(target, self.export(source, position))
+
+    def export(self, sequence: int, position: int, *, partial: bool = False) -> Bytes:
+        """The sequence's KV before this position, its last hidden row, and how long both are. `partial`: without the
+        KV, which can be cut."""
+        self.cut(sequence, position)
+        self.catch_up([sequence])
+        state = self._waiting.get(sequence)
+        if state is None:
+            return np.zeros(2, np.int64).view(np.uint8)
+        kv = np.zeros(0 if partial else lib.llama_state_seq_get_size_ext(self.context, sequence, 0), np.uint8)
+        if len(kv) and lib.llama_state_seq_get_data_ext(self.context, _pointer(kv), len(kv), sequence, 0) != len(kv):
+            return np.zeros(2, np.int64).view(np.uint8)
+        row = state.rows[:1] if len(state.rows) else np.zeros((1, self.width), np.float32)
+        lengths = np.asarray([kv.nbytes + row.nbytes, state.end], np.int64)
+        return np.concatenate((kv, row.view(np.uint8).ravel(), lengths.view(np.uint8)))
+
+    def restore(self, sequence: int, data: Bytes, *, partial: bool = False) -> int:
+        """Takes what `export` has put at the end of the data. Returns its size."""
+        size, end = data[-16:].copy().view(np.int64).tolist()
+        if not 0 <= size <= data.nbytes - 16:
+            return 16
+        kept = data[data.nbytes - 16 - size : data.nbytes - 16]
+        if partial:
+            self.cut(sequence, end)
+        else:
+            self.clear(sequence)
+        state = self._waiting.get(sequence)
+        row = kept[len(kept) - 4 * self.width :].copy().view(np.float32).reshape(-1, self.width)
+        if partial and state is not None and state.end == end and len(row):
+            state.rows, state.tokens = row, _NO_TOKENS
+        elif not partial and size:
+            kv = np.ascontiguousarray(kept[: size - row.nbytes])
+            if lib.llama_state_seq_set_data_ext(self.context, _pointer(kv), len(kv), sequence, 0) == len(kv):
+                self._waiting[sequence] = _Waiting(end, row, _NO_TOKENS)
+        return int(size) + 16
+
+
+def _pointer(data: Bytes) -> Any:
+    return data.ctypes.data_as(POINTER(c_uint8))
+
+
+# --- drafts -----------------------------------------------------------------------------------------------------------
+
+
+class MtpDrafter:
+    """Guesses for all sequences at once, one token of each per decode."""
+
+    is_free = False
+
+    def __init__(self, head: MtpHead, min_probability: float) -> None:
+        self._head, self._min_probability = head, min_probability
+        self._jobs: dict[int, LlamaCppJob] = {}
+        self.is_synchronized = True
+
+    def begin(self, sequence: int, job: LlamaCppJob) -> None:
+        self._jobs[sequence] = job
+
+    def end(self, sequence: int) -> None:
+        del self._jobs[sequence]
+
+    def close(self) -> None:
+        self._head.close()
+
+    def draft(self, lengths: Mapping[int, int]) -> dict[int, list[int]]:
+        head, drafts = self._head, {sequence: list[int]() for sequence in lengths}
+        behind = [sequence for sequence in lengths if head.lags(sequence)]
+        self.is_synchronized = not behind
+        head.catch_up(behind)
+        head.batch.clear()
+        ends: dict[int, int] = {}
+        rows: dict[int, int] = {}
+        for sequence in sorted(lengths):
+            job = self._jobs[sequence]
+            position = job.n_past - job.shift
+            if (row := head.begin_draft(sequence, position, job.last_token)) is not None:
+                rows[sequence], ends[sequence] = row, position + 1
+        while rows and head.decode():
+            hidden = self._extend(rows, lengths, drafts)
+            head.batch.clear()
+            rows = {
+                sequence: head.batch.add_pairs(
+                    drafts[sequence][-1:], row, ends[sequence] + len(drafts[sequence]) - 1, sequence, output=True
+                )
+                for sequence, row in hidden.items()
+            }
+        for sequence in ends:
+            head.end_draft(sequence)
+        return drafts
+
+    def _extend(
+        self, rows: Mapping[int, int], lengths: Mapping[int, int], drafts: dict[int, list[int]]
+    ) -> dict[int, Rows]:
+        """Appends the best token of each row. Returns the hidden rows of the sequences that continue."""
+        head, going = self._head, {}
+        logits = logits_rows(short.get_logits(head.context), head.batch.size, head.n_vocab)
+        for sequence, row in rows.items():
+            scores = logits[row]
+            token = int(scores.argmax())
+            if self._min_probability and 1 / np.exp(scores - scores[token]).sum() < self._min_probability:
+                continue
+            drafts[sequence].append(token)
+            if len(drafts[sequence]) < lengths[sequence]:
+                address = short.get_embeddings_nextn_ith(head.context, row)
+                going[sequence] = logits_rows(address, 1, head.width).copy()
+        return going

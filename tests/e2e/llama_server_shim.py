@@ -1,0 +1,55 @@
+"""Takes llama-server's arguments and becomes `modelyard serve` with the same settings: llama.cpp's own tests start it.
+
+Every name of a model means the tiny one in LLAMA_TEST_MODEL: the tests fetch theirs from a hub.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from typing import Any
+
+
+def read_arguments(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    for name in ("--port", "--seed", "--ctx-size", "--parallel", "--n-predict", "--batch-size", "--ubatch-size"):
+        parser.add_argument(name, type=int)
+    parser.add_argument("--temp", type=float)
+    for name in ("--host", "--alias", "--api-key", "--slot-save-path", "--chat-template-file", "--cors-origins"):
+        parser.add_argument(name)
+    for name in ("--reasoning", "--pooling", "--model", "--hf-repo", "--hf-file", "--tags"):
+        parser.add_argument(name)
+    for name in ("--kv-unified", "--embedding", "--slots", "--jinja"):
+        parser.add_argument(name, action="store_true")
+    return parser.parse_known_args(arguments)[0]
+
+
+def configuration(given: argparse.Namespace) -> dict[str, Any]:
+    slots = given.parallel or 1
+    name, *aliases = (given.alias or "model").split(",")
+    model: dict[str, Any] = {"path": os.environ["LLAMA_TEST_MODEL"], "n_threads": 1, "parallel": slots}
+    model |= {"n_ctx": (given.ctx_size or 4096) // (1 if given.kv_unified else slots), "aliases": aliases}
+    model["decoding"] = {"temperature": given.temp, "seed": given.seed}
+    model |= {"n_batch": max(32, given.batch_size or 2048), "n_ubatch": given.ubatch_size or 512}
+    if given.n_predict:
+        model["decoding"]["max_tokens"] = given.n_predict
+    if given.embedding:
+        model["embeddings"] = True
+    if given.chat_template_file:
+        model["chat_template"] = os.path.abspath(given.chat_template_file)
+    if given.reasoning in ("on", "off"):
+        model["enable_thinking"] = given.reasoning == "on"
+    http: dict[str, Any] = {"host": given.host, "port": given.port, "cors_enabled": True}
+    config: dict[str, Any] = {"http": http, "models": {name: model}, "default_model": name}
+    if given.api_key:
+        config["keys"] = [{"name": "tests", "key": given.api_key}]
+    return config
+
+
+if __name__ == "__main__":
+    with tempfile.NamedTemporaryFile("w", suffix=".json", delete=False) as file:
+        json.dump(configuration(read_arguments(sys.argv[1:])), file)
+    os.execv(sys.executable, [sys.executable, "-m", "modelyard", "serve", "--config", file.name])

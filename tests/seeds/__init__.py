@@ -1,0 +1,1 @@
+"""The three systems that Modelyard replaces: their documented configurations, requests and tables, one test per row."""

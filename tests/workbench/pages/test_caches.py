@@ -1,0 +1,28 @@
+"""What the caches page says about the tree of prefixes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from modelyard.workbench.pages.caches import tree_lines
+
+
+def leaf(tokens: int, shared: int = 0, id: int | None = None) -> dict[str, Any]:
+    return {"tokens": tokens, "shared": shared, "id": id, "session": None}
+
+
+def test_conversations_that_begin_alike_are_below_the_first() -> None:
+    assert tree_lines(
+        [leaf(3400, id=2), leaf(3500, 3000, id=0), leaf(3200, 3100), leaf(3300, 3000), leaf(90, id=1)]
+    ) == [
+        "Prefixes",
+        "sequence 2: 3\u202f400 tokens",
+        "   sequence 0: 3\u202f000 shared + 500 tokens",
+        "      parked: 3\u202f100 shared + 100 tokens",
+        "   parked: 3\u202f000 shared + 300 tokens",
+        "sequence 1: 90 tokens",
+    ]
+
+
+def test_nothing_is_shown_while_nothing_is_shared_or_parked() -> None:
+    assert tree_lines([leaf(10, id=0), leaf(20, id=1)]) == tree_lines([]) == []
