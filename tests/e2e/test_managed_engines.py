@@ -292,7 +292,7 @@ def test_a_failed_load_reports_the_reason_of_vllm() -> None:
 def captured(debug_dir: Path, reply: httpx.Response) -> dict[str, str]:
     """The four files of a request, which are written after its reply: a file exists for a moment before it has text."""
     trace = reply.headers["request-id"].removeprefix("req_")
-    wait_until(lambda: [path.stat().st_size > 0 for path in debug_dir.glob(f"*-{trace}.4-*")] == [True], "all is written")
+    wait_until(lambda: any(path.stat().st_size for path in debug_dir.glob(f"*-{trace}.4-*")), "all is written")
     return {path.name.partition(trace + ".")[2][:1]: path.read_text() for path in debug_dir.glob(f"*-{trace}.*")}
 
 
