@@ -62,10 +62,17 @@ class ActorHandle:
         _ray().kill(self.actor, no_restart=not restart)
 
 
-def avoid_nodes_selector(avoid: Iterable[str], alive: Iterable[str]) -> dict[str, str]:
-    """The label selector of a new actor: not on the nodes to avoid, if others are alive. Pure."""
+def avoid_nodes_selector(avoid: Iterable[str], others: Iterable[str]) -> dict[str, str]:
+    """The label selector of a new actor: not on the nodes to avoid, if there are others that could hold it. Pure."""
     avoided = set(avoid)
-    return {_NODE_LABEL: f"!in({','.join(sorted(avoided))})"} if avoided and set(alive) - avoided else {}
+    return {_NODE_LABEL: f"!in({','.join(sorted(avoided))})"} if avoided and set(others) - avoided else {}
+
+
+def can_hold(node: Mapping[str, Any], resources: RayResources) -> bool:
+    """Whether an actor fits on this node of `ray.nodes()` at all: a head often has no CPUs for actors. Pure."""
+    needed = {"CPU": resources.num_cpus, "GPU": resources.num_gpus, "memory": resources.memory or 0, **resources.custom}
+    has = node["Resources"]
+    return bool(node["Alive"]) and all(has.get(name, 0) >= amount for name, amount in needed.items())
 
 
 class RayCluster:
@@ -110,18 +117,20 @@ class RayCluster:
 
     async def _create(self, model: str, definition: bytes) -> ActorHandle:
         keys = None if self._keys is None else (self._keys.public, self._keys.secret)
-        options = self._resources.get(model, RayResources()).options() | await self._placement_options()
+        resources = self._resources.get(model, RayResources())
+        options = resources.options() | await self._placement_options(resources)
         actor = _ray().remote(WorkerActor).options(max_restarts=_MAX_RESTARTS, max_concurrency=1000, **options)
         started = actor.remote(definition, keys, self._heartbeat.interval_s, self._heartbeat.worker_misses)
         return ActorHandle(started, definition)
 
-    async def _placement_options(self) -> dict[str, Any]:
+    async def _placement_options(self, resources: RayResources) -> dict[str, Any]:
         now = asyncio.get_running_loop().time()
         self._avoided = {node: until for node, until in self._avoided.items() if until > now}
         if not self._avoided:
             return {}
-        alive = [str(node["NodeID"]) for node in await asyncio.to_thread(_ray().nodes) if node["Alive"]]
-        selector = avoid_nodes_selector(self._avoided, alive)
+        nodes = await asyncio.to_thread(_ray().nodes)
+        able = [str(node["NodeID"]) for node in nodes if can_hold(node, resources)]
+        selector = avoid_nodes_selector(self._avoided, able)
         return {"label_selector": selector} if selector else {}
 
     async def _address_of(self, handle: ActorHandle) -> str:

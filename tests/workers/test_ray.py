@@ -25,7 +25,7 @@ from modelyard.workers.scheduler_server import SchedulerServer
 from modelyard.workers.settings import RayResources
 from modelyard.workers.transport import HeartbeatConfig, generate_keys
 from modelyard.workers.worker_pool import WorkerPool, create_worker_engine
-from modelyard_ray import RayCluster, avoid_nodes_selector
+from modelyard_ray import RayCluster, avoid_nodes_selector, can_hold
 from tests.engines.llama_cpp import helpers as llama_helpers
 from tests.engines.reading import end, read
 from tests.engines.reading import until as read_until
@@ -45,6 +45,16 @@ def test_a_new_actor_avoids_the_node_that_was_just_lost() -> None:
     assert avoid_nodes_selector({"b", "a"}, ["a", "b", "c"]) == {"ray.io/node-id": "!in(a,b)"}
     assert avoid_nodes_selector([], ["a", "b"]) == {}
     assert avoid_nodes_selector({"a"}, ["a"]) == {}  # the only node: perhaps only the worker died
+
+
+def test_a_node_without_the_resources_of_an_actor_is_no_alternative() -> None:
+    head = {"NodeID": "head", "Alive": True, "Resources": {"memory": 1e9}}
+    worker = {"NodeID": "a", "Alive": True, "Resources": {"CPU": 2.0, "memory": 1e9, "big": 1.0}}
+    assert [can_hold(node, RayResources()) for node in (head, worker)] == [False, True]
+    assert not can_hold(worker | {"Alive": False}, RayResources())
+    assert not can_hold(worker, RayResources(num_gpus=1))
+    assert not can_hold(worker, RayResources(memory=2 << 30))
+    assert can_hold(worker, RayResources(memory=1 << 20, custom={"big": 1.0}))
 
 
 async def test_a_missing_ray_package_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
