@@ -110,11 +110,12 @@ def load(package: str, name: str) -> Any:
     try:
         module = importlib.import_module(f"modelyard.{package}.{name}")
     except ModuleNotFoundError as error:
-        raise _missing(name, error) from error
+        raise missing_library(name, error) from error
     return vars(module)["ENGINE"] if package == "engines" else module
 
 
-def _missing(name: str, error: ModuleNotFoundError) -> Exception:
+def missing_library(name: str, error: ModuleNotFoundError) -> Exception:
+    """What to install for one of our plug-ins whose import has failed; the error itself if a module of ours is gone."""
     if (error.name or "").startswith("modelyard"):
         return error
     return MissingLibrary(
@@ -133,7 +134,7 @@ def _from_outside(package: str, name: str) -> Any:
         raise
     except Exception as error:  # whatever a stranger's module does when it is imported
         if owners == [_OURS] and isinstance(error, ModuleNotFoundError):
-            raise _missing(name, error) from error
+            raise missing_library(name, error) from error
         reason = f"{type(error).__name__}: {error}"
         raise BrokenPlugin(f"{GROUPS[package]} {name!r} of {owners[0]} cannot be imported: {reason}") from error
     if package == "engines" and not isinstance(found, EnginePlugin):

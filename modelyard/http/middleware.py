@@ -127,8 +127,10 @@ class RequestMiddleware:
         self._metrics.http_request(label, method, context.status, seconds)
         if context.error:
             self._metrics.errors.add((context.error,))
-        level = logging.DEBUG if row is not None and row.is_quiet else logging.INFO
-        if context.status >= 500 or context.error in _REFUSED_LOADS:
+        is_quiet = row is not None and row.is_quiet
+        level = logging.DEBUG if is_quiet else logging.INFO
+        says_wait = is_quiet and context.status == 503  # a probe asks whether all is ready, and 503 is its answer
+        if (context.status >= 500 and not says_wait) or context.error in _REFUSED_LOADS:
             level = logging.WARNING
         records = self._history.ended(context.trace) if self._history is not None and context.target is not None else []
         for observer in self._observers if level != logging.DEBUG else ():

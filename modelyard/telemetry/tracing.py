@@ -55,6 +55,9 @@ def find_observers() -> list[Observer]:
     for name in plugins.names("observers"):
         try:
             made: Observer | None = plugins.load("observers", name)()
+        except ModuleNotFoundError as error:
+            logging.getLogger(__name__).warning("%s", plugins.missing_library(name, error))
+            continue
         except ModelyardError as error:
             logging.getLogger(__name__).warning("%s", error.message)
             continue

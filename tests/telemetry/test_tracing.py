@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -14,9 +15,9 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind
 
-import modelyard_otel
 from modelyard.telemetry.history import RequestRecord, ToolRun
 from modelyard.telemetry.tracing import EndedRequest, find_observers, read_traceparent
+from modelyard_otel.spans import RequestIds, SpanObserver
 from tests.live_server import demo_config, live_server
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -30,10 +31,10 @@ UPSTREAM_REPLY = (
 
 @pytest.fixture
 def spans(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
-    exporter, ids = InMemorySpanExporter(), modelyard_otel.RequestIds()
+    exporter, ids = InMemorySpanExporter(), RequestIds()
     provider = TracerProvider(id_generator=ids)
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    made = modelyard_otel.SpanObserver(provider, ids)
+    made = SpanObserver(provider, ids)
     monkeypatch.setattr("modelyard.http.server.find_observers", lambda: [made])
     return exporter
 
@@ -97,7 +98,7 @@ def test_a_refused_request_has_its_code_and_no_model(spans: InMemorySpanExporter
 
 
 def test_each_tool_call_is_a_span_at_its_own_time():
-    exporter, ids = InMemorySpanExporter(), modelyard_otel.RequestIds()
+    exporter, ids = InMemorySpanExporter(), RequestIds()
     provider = TracerProvider(id_generator=ids)
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     calls = (ToolRun("math", "add", "ok", 2.0, at=105.0), ToolRun("math", "div", "error", 1.0, at=107.0))
@@ -110,7 +111,7 @@ def test_each_tool_call_is_a_span_at_its_own_time():
         "status": 200,
         "error": "",
     }
-    modelyard_otel.SpanObserver(provider, ids).ended(EndedRequest(**about, seconds=10.0, ended=110.0, records=[record]))
+    SpanObserver(provider, ids).ended(EndedRequest(**about, seconds=10.0, ended=110.0, records=[record]))
     found = by_name(exporter)
     assert (found["execute_tool add"].start_time, found["execute_tool add"].end_time) == (103 * 10**9, 105 * 10**9)
     assert dict(found["execute_tool div"].attributes or {})["error.type"] == "error"
@@ -179,3 +180,16 @@ def test_nothing_observes_unless_a_collector_is_named(monkeypatch: pytest.Monkey
     assert find_observers() == []
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
     assert len(find_observers()) == 1
+
+
+def test_without_its_packages_nothing_is_said_until_a_collector_is_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.delitem(sys.modules, "modelyard_otel.spans")
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.resources", None)
+    for name in ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"):
+        monkeypatch.delenv(name, raising=False)
+    assert (find_observers(), caplog.messages) == ([], [])
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
+    assert find_observers() == []
+    assert "pip install 'modelyard[otel]'" in caplog.text
