@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import httpx
@@ -57,7 +58,8 @@ async def test_a_healthy_server_reports_every_field() -> None:
         assert (await client.get("/health/ready")).status_code == 200
 
 
-async def test_a_server_without_a_ready_model_is_not_ready() -> None:
+async def test_a_server_without_a_ready_model_is_not_ready(caplog: pytest.LogCaptureFixture) -> None:
+    """Probes ask all the time, so their answer is no warning in the log."""
     broken = demo_config(tokenizer_path="/nowhere/at/all")
     async with app_client(broken, loaded=True) as client:
         reply = await client.get("/health")
@@ -66,6 +68,7 @@ async def test_a_server_without_a_ready_model_is_not_ready() -> None:
         assert "/nowhere/at/all" in reply.json()["models"]["demo"]["reason"]
         assert (await client.get("/health/ready")).status_code == 503
         assert (await client.get("/health/live")).status_code == 200
+    assert not [each for each in caplog.records if each.msg == "request" and each.levelno >= logging.WARNING]
 
 
 async def test_a_gateway_whose_tokenizer_has_not_arrived_is_unhealthy() -> None:
