@@ -1,1 +1,1 @@
-"""Benchmarks: scripts on top of `modelyard.benchmark`; see bench/README.md."""
+"""Benchmarks: scripts on top of `modelyard_bench`; see bench/README.md."""

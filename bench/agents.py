@@ -28,8 +28,8 @@ from bench import report
 from bench.engine import chat, chat_body
 from bench.report import Comparison
 from bench.servers import LLAMA_SERVER, OURS, Server, llama_cpp_config, llama_server, modelyard_server
-from modelyard.benchmark.drawing import save
 from modelyard.library import default_model
+from modelyard_bench.drawing import save
 
 BEST, EQUAL = f"{LLAMA_SERVER}, best", f"{LLAMA_SERVER}, equal KV"
 # A main conversation with two sub-agents, and four kinds of background requests: 32,768 cells of KV cache in all.

@@ -29,8 +29,8 @@ from rich.table import Table
 from bench.report import console, machine, mark, show_notes
 from bench.resources import Usage, draw_series, slope, usage
 from bench.servers import modelyard_server
-from modelyard.benchmark.drawing import check_file, save
 from modelyard.library import default_model
+from modelyard_bench.drawing import check_file, save
 from modelyard_convert import convert
 from modelyard_vllm import env as vllm_env
 

@@ -38,11 +38,11 @@ from bench.prompts import NO_END, RandomPrompts, tokenizer_folder
 from bench.raw_http import HttpClient
 from bench.report import Comparison
 from bench.servers import BACKGROUND, LLAMA_SERVER, OURS, Server, llama_cpp_config, llama_server, modelyard_server
-from modelyard.benchmark.drawing import save
-from modelyard.benchmark.http_client import HttpResponse
-from modelyard.benchmark.load import LoadGenerator, RoundLength, read_chat
-from modelyard.benchmark.statistics import percentile
 from modelyard.library import default_model
+from modelyard_bench.drawing import save
+from modelyard_bench.http_client import HttpResponse
+from modelyard_bench.load import LoadGenerator, RoundLength, read_chat
+from modelyard_bench.statistics import percentile
 
 _SLOTS = 8
 _WHOLE = "whole micro-batches"

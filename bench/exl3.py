@@ -26,11 +26,11 @@ from typing import Any
 from msgspec.structs import replace
 
 import modelyard_exllamav3 as exllamav3
-from modelyard.benchmark.statistics import percentile, ratio_interval
 from modelyard.core.engine import CacheInfo, End, EngineSpec, Prompt, TokenRun, Tokens
 from modelyard.core.request import Sampling
 from modelyard.workers.process_engine import ProcessTextEngine, create_process_engine
 from modelyard.workers.worker_process import worker_loop_factory
+from modelyard_bench.statistics import percentile, ratio_interval
 from modelyard_exllamav3.engine import ExllamaEngine, ExllamaJob
 
 STREAMS = (1, 8)

@@ -58,14 +58,14 @@ from bench.servers import (
     modelyard_server,
     smg_server,
 )
-from modelyard.benchmark.load import Round, Sample
-from modelyard.benchmark.statistics import Distribution, Interval, mean_interval, percentile, ratio_interval
-from modelyard.benchmark.workload import UserTurn
 from modelyard.config.load import load_config
 from modelyard.prompt.render import Renderer
 from modelyard.protocols import openai_chat
 from modelyard.server.model_definition import define_model
 from modelyard.tokenizer.shield import unshield
+from modelyard_bench.load import Round, Sample
+from modelyard_bench.statistics import Distribution, Interval, mean_interval, percentile, ratio_interval
+from modelyard_bench.workload import UserTurn
 
 # The targets.
 REQUESTS_PER_CPU_S, LITELLM_RATIO, EVENTS_PER_CPU_S, MAX_RSS_MB, MAX_ADDED_TTFT_MS = 3_500, 25, 35_000, 286, 1.0

@@ -32,12 +32,12 @@ from rich.console import Console
 from rich.table import Table
 
 from bench import decode_step
-from modelyard.benchmark.statistics import Interval, ratio_interval
 from modelyard.core.engine import CacheInfo, End, EngineSpec, Prompt, TokenRun, Tokens
 from modelyard.core.request import Sampling
 from modelyard.engines import llama_cpp
 from modelyard.engines.llama_cpp.binding import lib
 from modelyard.engines.llama_cpp.engine import LlamaCppEngine
+from modelyard_bench.statistics import Interval, ratio_interval
 
 STREAMS = (1, 8)
 _PROMPT = 64  # tokens

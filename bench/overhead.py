@@ -30,8 +30,8 @@ from rich.table import Table
 from bench.raw_http import HttpClient
 from bench.servers import ROOT, modelyard_server
 from bench.vllm_direct import NO_END, PROMPT_TOKENS, WINDOW, prompt_ids, run_engine
-from modelyard.benchmark.statistics import ratio_interval
 from modelyard.core.engine import CacheInfo, EngineSpec
+from modelyard_bench.statistics import ratio_interval
 from modelyard_convert import convert
 from modelyard_vllm import env as vllm_env
 

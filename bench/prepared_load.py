@@ -17,10 +17,10 @@ import msgspec
 from msgspec import Struct
 
 from bench.raw_http import HttpClient
-from modelyard.benchmark.http_client import HttpResponse
-from modelyard.benchmark.load import LoadGenerator, Round, RoundLength, Sample, TokenTimer, base_url
-from modelyard.benchmark.workload import UserTurn
 from modelyard.core.errors import InvalidRequest
+from modelyard_bench.http_client import HttpResponse
+from modelyard_bench.load import LoadGenerator, Round, RoundLength, Sample, TokenTimer, base_url
+from modelyard_bench.workload import UserTurn
 
 ROOT = Path(__file__).resolve().parent.parent
 COUNTER = "00000000"  # occurs once in the body of a prepared request and counts up: no two prompts are equal

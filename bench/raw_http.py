@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import httptools
 
-from modelyard.benchmark.http_client import HttpResponse
+from modelyard_bench.http_client import HttpResponse
 
 _IDLE_S = 2.0  # an idle connection is not reused after this time
 

@@ -13,8 +13,8 @@ from msgspec import Struct
 from rich.console import Console
 from rich.table import Table
 
-from modelyard.benchmark.drawing import Circle, Drawing, DrawingShape, Label, Polyline
-from modelyard.benchmark.statistics import Interval, ratio_interval
+from modelyard_bench.drawing import Circle, Drawing, DrawingShape, Label, Polyline
+from modelyard_bench.statistics import Interval, ratio_interval
 
 _ROW, _LEFT, _WIDTH, _TOP, _RIGHT = 26, 330, 460, 56, 150
 _MARKS = {None: "", True: " [green]✓[/green]", False: " [red]✗[/red]"}

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import psutil
 
-from modelyard.benchmark.drawing import Drawing, DrawingShape, Label, Polyline
+from modelyard_bench.drawing import Drawing, DrawingShape, Label, Polyline
 
 _LEFT, _WIDTH, _PANEL, _GAP, _TOP = 150, 640, 74, 26, 48
 

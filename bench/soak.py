@@ -26,9 +26,9 @@ from bench.report import console, machine, mark, show_notes
 from bench.resources import Usage, draw_series, slope, usage
 from bench.servers import Server, modelyard_server
 from modelyard.accounts.owner import OWNER_HEADER
-from modelyard.benchmark.drawing import check_file, save
 from modelyard.library import default_model
 from modelyard.server.running_servers import find_server
+from modelyard_bench.drawing import check_file, save
 
 _WARMUP = 0.2  # the first part of the run, in which caches fill; slopes are of the rest
 _MAX_SLOPE_MB = 12.0  # per hour

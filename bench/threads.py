@@ -21,8 +21,8 @@ from statistics import fmean
 import httpx
 
 from bench.servers import Server, llama_cpp_config, modelyard_server
-from modelyard.benchmark.statistics import ratio_interval
 from modelyard.library import cores, default_model
+from modelyard_bench.statistics import ratio_interval
 
 
 def main() -> None:

@@ -31,8 +31,8 @@ from rich.console import Console
 
 from bench.prepared_load import COUNTER, RequestTarget
 from bench.servers import Server, modelyard_server
-from modelyard.benchmark.load import LoadGenerator, RoundLength, Sample
-from modelyard.benchmark.statistics import Interval, mean_interval, percentile
+from modelyard_bench.load import LoadGenerator, RoundLength, Sample
+from modelyard_bench.statistics import Interval, mean_interval, percentile
 from tests.workbench.browser import chrome
 
 TARGET = 0.02

@@ -1,5 +1,5 @@
-"""Writes the package tree and the table of plug-ins of ARCHITECTURE.md from the docstrings of the packages and the entry
-points of pyproject.toml; a test checks that they are current.
+"""Writes the package tree and the table of plug-ins of ARCHITECTURE.md, from the docstrings of the packages and the
+entry points of pyproject.toml; a test checks that they are current.
 
 python docs/tree.py            print them
 python docs/tree.py --write    put them into ARCHITECTURE.md

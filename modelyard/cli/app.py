@@ -13,7 +13,6 @@ from modelyard.cli.config import check, config_app, schema
 from modelyard.cli.console import CommandGroup, fail, out
 from modelyard.cli.diagnostics import doctor, explain, parse
 from modelyard.cli.keys import keys_app
-from modelyard.cli.measure import BENCH_HELP, bench
 from modelyard.cli.models import models_app, pull, rm
 from modelyard.cli.pool import logs, ps, status, stop
 from modelyard.cli.run import run
@@ -44,14 +43,14 @@ app = CommandGroup(
 )
 
 _USE, _SERVER, _LIBRARY = "Use models", "The server", "Models on this machine"
-_SETUP, _MEASURE, _CLUSTER = "Set up", "Measure and explain", "Several processes and machines"
+_SETUP, _EXPLAIN, _CLUSTER, _TOOLS = "Set up", "Explain", "Several processes and machines", "Measure, tune and import"
 
 for panel, commands in {
     _USE: (start, run, chat, launch),
     _SERVER: (serve, ps, stop, status, logs, workbench),
     _LIBRARY: (pull, rm),
     _SETUP: (setup, doctor, check, schema),
-    _MEASURE: (explain, parse),
+    _EXPLAIN: (explain, parse),
     _CLUSTER: (scheduler, worker),
 }.items():
     for command in commands:
@@ -59,15 +58,14 @@ for panel, commands in {
 app.add_typer(models_app, name="models", rich_help_panel=_LIBRARY)
 app.add_typer(keys_app, name="keys", rich_help_panel=_SERVER)
 app.add_typer(config_app, name="config", rich_help_panel=_SETUP)
-app.command(help=BENCH_HELP, rich_help_panel=_MEASURE)(bench)
 for name in plugins.outside("commands"):
     try:
         if isinstance(found := plugins.load("commands", name), typer.Typer):
-            app.add_typer(found, name=name, rich_help_panel=_SETUP)
+            app.add_typer(found, name=name, rich_help_panel=_TOOLS)
         else:
-            app.command(name, rich_help_panel=_SETUP)(found)
+            app.command(name, rich_help_panel=_TOOLS)(found)
     except plugins.MissingLibrary as error:  # where it is used, not in every command
-        app.command(name, rich_help_panel=_SETUP)(partial(fail, error))
+        app.command(name, rich_help_panel=_TOOLS)(partial(fail, error))
 
 
 @app.callback(invoke_without_command=True)

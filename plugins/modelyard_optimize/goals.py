@@ -9,9 +9,9 @@ from typing import get_args
 from msgspec import Struct
 from msgspec.structs import replace
 
-from modelyard.benchmark.workload import Workload, get_workload
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.knobs import Goal, Setting
+from modelyard_bench.workload import Workload, get_workload
 from modelyard_optimize.trial import Measurement
 
 GOALS: tuple[Goal, ...] = get_args(Goal)

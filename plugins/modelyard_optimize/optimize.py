@@ -17,8 +17,6 @@ from msgspec.structs import replace
 from rich.console import Console
 from rich.markup import escape
 
-from modelyard.benchmark import drawing
-from modelyard.benchmark.results import parse_duration
 from modelyard.config import sources
 from modelyard.config.file_editor import SetValue, decode, edit_text, write_with_backup
 from modelyard.config.load import EMBEDDED_DEFAULTS, load_config
@@ -30,6 +28,8 @@ from modelyard.core.errors import Conflict, InvalidRequest, NotFound, Unavailabl
 from modelyard.core.knobs import Value
 from modelyard.library.cache_dir import cache_dir
 from modelyard.server.memory_estimate import available_memory
+from modelyard_bench import drawing
+from modelyard_bench.results import parse_duration
 from modelyard_optimize import goals, report
 from modelyard_optimize.optimizer import Optimizer, OptimizerPlan, QualityBounds, TrialHistory, fingerprint
 from modelyard_optimize.report import Report, TerminalReport, plot

@@ -17,12 +17,12 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
-from modelyard.benchmark.drawing import Circle, Drawing, DrawingShape, Label, Point, Polyline
-from modelyard.benchmark.statistics import Interval, ratio_interval
 from modelyard.config.file_editor import toml_fragment
 from modelyard.core.errors import Unavailable
 from modelyard.core.knobs import COUNTS, Goal, Setting, Value
 from modelyard.core.units import format_size
+from modelyard_bench.drawing import Circle, Drawing, DrawingShape, Label, Point, Polyline
+from modelyard_bench.statistics import Interval, ratio_interval
 from modelyard_optimize import goals
 from modelyard_optimize.goals import RankedSetting
 from modelyard_optimize.optimizer import Optimizer

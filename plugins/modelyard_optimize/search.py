@@ -17,8 +17,8 @@ from typing import Literal, TypeVar
 
 from msgspec import Struct
 
-from modelyard.benchmark.statistics import Interval, joint_confidence, ratio_interval, t_quantile
 from modelyard.core.knobs import Knob, Setting, Value
+from modelyard_bench.statistics import Interval, joint_confidence, ratio_interval, t_quantile
 
 T = TypeVar("T")
 

@@ -24,8 +24,6 @@ import psutil
 from msgspec import Struct
 
 from modelyard import plugins
-from modelyard.benchmark.load import ChatTarget, EngineTarget, LoadGenerator, LoadTarget, Round, RoundLength
-from modelyard.benchmark.workload import Workload
 from modelyard.config.settings import Config, engine_spec
 from modelyard.core.engine import Engine, TextEngine
 from modelyard.core.errors import ModelyardError, Unavailable
@@ -37,6 +35,8 @@ from modelyard.router.router import ModelEntry
 from modelyard.server.engine_factory import create_engine, model_spec
 from modelyard.server.model_definition import define_model
 from modelyard.telemetry.system import read_memory
+from modelyard_bench.load import ChatTarget, EngineTarget, LoadGenerator, LoadTarget, Round, RoundLength
+from modelyard_bench.workload import Workload
 
 FailureKind = Literal["crash", "hang", "memory", "refused", "errors"]
 

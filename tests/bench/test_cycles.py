@@ -7,7 +7,7 @@ import pytest
 from bench.cycles import CycleRun, model_configs, run_cycles
 from bench.resources import Usage, draw_series, slope
 from bench.servers import modelyard_server
-from modelyard.benchmark.drawing import svg
+from modelyard_bench.drawing import svg
 from tests.engines.ct2.helpers import tiny_folder
 from tests.engines.llama_cpp.short_model import short_model_file
 

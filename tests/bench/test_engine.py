@@ -24,9 +24,9 @@ from bench.engine import (
     summarize_beside,
 )
 from bench.servers import BACKGROUND, LLAMA_SERVER, OURS, Server, llama_cpp_config
-from modelyard.benchmark.http_client import HttpResponse
 from modelyard.config.load import load_config
 from modelyard.library import default_model
+from modelyard_bench.http_client import HttpResponse
 from tests.live_server import LiveServer, demo_config, live_server
 
 

@@ -31,8 +31,8 @@ from bench.gateway import (
     summarize,
 )
 from bench.servers import LITELLM, OURS, SMG, Server, litellm_config
-from modelyard.benchmark.load import Round, Sample
-from modelyard.benchmark.statistics import Distribution
+from modelyard_bench.load import Round, Sample
+from modelyard_bench.statistics import Distribution
 
 TIMES = Distribution.of([0.001, 0.002])
 

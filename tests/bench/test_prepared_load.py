@@ -10,10 +10,10 @@ from itertools import islice
 import pytest
 
 from bench.prepared_load import LoadJob, RequestTarget, numbered, token_times
-from modelyard.benchmark.http_client import HttpResponse
-from modelyard.benchmark.load import LoadGenerator, RoundLength
-from modelyard.benchmark.workload import UserTurn
-from tests.benchmark.raw_server import chunk, responding, sse
+from modelyard_bench.http_client import HttpResponse
+from modelyard_bench.load import LoadGenerator, RoundLength
+from modelyard_bench.workload import UserTurn
+from tests.bench_command.raw_server import chunk, responding, sse
 from tests.live_server import LiveServer, demo_config, live_server
 
 

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager, suppress
 import pytest
 
 from bench.raw_http import HttpClient
-from tests.benchmark.raw_server import responding
+from tests.bench_command.raw_server import responding
 
 OK = b"HTTP/1.1 200 OK\r\n"
 

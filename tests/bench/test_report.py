@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from bench.report import Comparison, draw, save_json, show
-from modelyard.benchmark.drawing import svg
+from modelyard_bench.drawing import svg
 
 FOUND = [
     Comparison("1 stream", "tok/s", (98.0, 102.0, 100.0), (100.0, 100.0, 100.0), 0.97),

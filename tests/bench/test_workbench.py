@@ -25,7 +25,7 @@ from bench.workbench import (
     request_body,
     show,
 )
-from modelyard.benchmark.statistics import Interval
+from modelyard_bench.statistics import Interval
 from tests.live_server import LiveServer, demo_config, live_server
 
 

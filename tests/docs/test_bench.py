@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import typer
 
-from modelyard.benchmark.workload import WORKLOADS, Workload
 from modelyard.cli.app import app
+from modelyard_bench.workload import WORKLOADS, Workload
 
 PAGE = (Path(__file__).parent.parent.parent / "docs" / "bench.md").read_text(encoding="utf-8")
 COMMAND = typer.main.get_command(app).commands["bench"]  # type: ignore[attr-defined]

@@ -10,9 +10,9 @@ import pytest
 from msgspec.structs import replace
 from rich.console import Console
 
-from modelyard.benchmark.drawing import Circle, svg
-from modelyard.benchmark.statistics import Interval
 from modelyard.core.knobs import Loss, Setting
+from modelyard_bench.drawing import Circle, svg
+from modelyard_bench.statistics import Interval
 from modelyard_optimize.report import (
     ReportRow,
     Scale,

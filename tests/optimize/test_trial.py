@@ -12,9 +12,9 @@ import msgspec
 import psutil
 import pytest
 
-from modelyard.benchmark.load import Round, Sample
-from modelyard.benchmark.workload import Workload
 from modelyard.core.errors import InvalidRequest, ModelyardError, Unavailable
+from modelyard_bench.load import Round, Sample
+from modelyard_bench.workload import Workload
 from modelyard_optimize.trial import (
     Measurement,
     Outcome,

@@ -21,14 +21,14 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from modelyard.benchmark.http_client import HttpClient, HttpResponse
-from modelyard.benchmark.workload import PromptSizer, UserTurn, Workload, conversation
 from modelyard.core.engine import Accepted, ChatEngine, Chunk, End, Generation, Prompt, TextEngine, TokenRun, Tokens
 from modelyard.core.errors import Incomplete, ModelyardError, NotFound, Unavailable
 from modelyard.core.events import BlockDelta, BlockStart, Event, Failed, Finished, Usage
 from modelyard.core.request import Message, Request, Sampling, Text
 from modelyard.core.tokenizer import Tokenizer
 from modelyard.protocols import openai_chat
+from modelyard_bench.http_client import HttpClient, HttpResponse
+from modelyard_bench.workload import PromptSizer, UserTurn, Workload, conversation
 
 T = TypeVar("T")
 

@@ -14,8 +14,8 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from modelyard.benchmark.workload import conversation, get_workload
 from modelyard.cli import app
+from modelyard_bench.workload import conversation, get_workload
 from tests import cli_process
 from tests.e2e.helpers import wait_until
 from tests.live_server import LiveServer, demo_config, live_server

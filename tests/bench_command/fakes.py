@@ -7,11 +7,11 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from modelyard import plugins
-from modelyard.benchmark.load import LoadGenerator, LoadTarget, Round, RoundLength, Sample
-from modelyard.benchmark.results import BenchmarkResults, Plan, TargetInfo
-from modelyard.benchmark.workload import UserTurn, Workload, get_workload
 from modelyard.core.engine import CacheInfo, EngineSpec
 from modelyard.tokenizer import FileTokenizer, open_tokenizer
+from modelyard_bench.load import LoadGenerator, LoadTarget, Round, RoundLength, Sample
+from modelyard_bench.results import BenchmarkResults, Plan, TargetInfo
+from modelyard_bench.workload import UserTurn, Workload, get_workload
 
 FAKE: Any = plugins.load("engines", "fake")
 

@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
-from modelyard.benchmark.load import (
+from modelyard.core.errors import Incomplete, InvalidRequest, ModelyardError, NotFound, Unavailable
+from modelyard.core.events import BlockDelta, BlockEnd, BlockStart, Event, Failed, Finished, Started, Usage
+from modelyard_bench.load import (
     ChatTarget,
     EngineTarget,
     EventRecorder,
@@ -24,11 +26,9 @@ from modelyard.benchmark.load import (
     base_url,
     error_text,
 )
-from modelyard.benchmark.workload import UserTurn, Workload, get_workload
-from modelyard.core.errors import Incomplete, InvalidRequest, ModelyardError, NotFound, Unavailable
-from modelyard.core.events import BlockDelta, BlockEnd, BlockStart, Event, Failed, Finished, Started, Usage
-from tests.benchmark.fakes import ScriptedTarget, fake_engine, fake_tokenizer, run_round
-from tests.benchmark.raw_server import chunk, responding, sse
+from modelyard_bench.workload import UserTurn, Workload, get_workload
+from tests.bench_command.fakes import ScriptedTarget, fake_engine, fake_tokenizer, run_round
+from tests.bench_command.raw_server import chunk, responding, sse
 from tests.live_server import LiveServer, demo_config, live_server
 
 AGENT = get_workload("agent", prompt_tokens=20, turns=3)

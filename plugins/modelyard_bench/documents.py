@@ -17,9 +17,9 @@ from msgspec import Struct
 from rich.console import Console
 from rich.table import Table
 
-from modelyard.benchmark.load import Sample, UrlTarget
-from modelyard.benchmark.targets import TargetSpec
 from modelyard.core.errors import InvalidRequest
+from modelyard_bench.load import Sample, UrlTarget
+from modelyard_bench.targets import TargetSpec
 
 OUTPUT_TOKENS, REPETITIONS = 2048, 3
 _TYPES = {".png": "png", ".jpg": "jpeg", ".jpeg": "jpeg", ".gif": "gif", ".webp": "webp", ".bmp": "bmp"}
@@ -44,7 +44,7 @@ def find_images(folder: Path) -> list[Path]:
 def read_prompt(file: Path | None) -> str:
     """The file's text, else that of the document-structure benchmark."""
     if file is None:
-        return files("modelyard.benchmark").joinpath("document_prompt.txt").read_text("utf-8").strip()
+        return files("modelyard_bench").joinpath("document_prompt.txt").read_text("utf-8").strip()
     try:
         return file.read_text("utf-8").strip()
     except (OSError, UnicodeError) as error:

@@ -9,9 +9,9 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from modelyard.benchmark.load import LoadGenerator, RoundLength, Sample
-from modelyard.benchmark.results import BenchmarkResults, Plan, Step, TargetInfo
-from modelyard.benchmark.targets import TargetSpec
+from modelyard_bench.load import LoadGenerator, RoundLength, Sample
+from modelyard_bench.results import BenchmarkResults, Plan, Step, TargetInfo
+from modelyard_bench.targets import TargetSpec
 
 
 class ProgressBar:

@@ -9,11 +9,11 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from modelyard.benchmark.drawing import Circle, Drawing, Label, svg
-from modelyard.benchmark.load import Round, Sample
-from modelyard.benchmark.report import notes, plot, show, values
-from modelyard.benchmark.results import BenchmarkResults, Step
-from tests.benchmark.fakes import filled_results
+from modelyard_bench.drawing import Circle, Drawing, Label, svg
+from modelyard_bench.load import Round, Sample
+from modelyard_bench.report import notes, plot, show, values
+from modelyard_bench.results import BenchmarkResults, Step
+from tests.bench_command.fakes import filled_results
 
 
 def printed(results: BenchmarkResults) -> str:

@@ -1,4 +1,4 @@
-"""`modelyard bench`."""
+"""The command. What is slow to import is imported when it runs."""
 
 from __future__ import annotations
 
@@ -12,37 +12,10 @@ from msgspec.structs import replace
 from modelyard.cli.console import err, load_or_exit, out, run_or_exit
 
 if TYPE_CHECKING:
-    from modelyard.benchmark.results import BenchmarkResults
-    from modelyard.benchmark.targets import BenchOptions, TargetSpec
+    from modelyard_bench.results import BenchmarkResults
+    from modelyard_bench.targets import BenchOptions, TargetSpec
 
 _INTERRUPTED = 130
-
-BENCH_HELP = """\
-Measure a model or a server: time to first token, time per token, tokens per second, at given concurrency.
-
-\b
-[bold]A model of a configuration[/bold], its engine in this process or a server of its own:
-  modelyard bench
-  modelyard bench --config modelyard.toml --model qwen -c 1,4
-  modelyard bench --config modelyard.toml --model qwen --workload agent --http
-\b
-[bold]Any server[/bold] with OpenAI's chat completions:
-  modelyard bench --url http://127.0.0.1:8000 --model qwen --key $KEY -c 1,8,32 --duration 30s
-\b
-[bold]Two of them in one run[/bold], in interleaved rounds; a difference counts only beyond the noise:
-  modelyard bench --url http://127.0.0.1:8000 --url http://127.0.0.1:8080 --workload batch
-  modelyard bench --config old.toml --config new.toml --rounds 10
-\b
-[bold]Images[/bold], each for the first time and again:
-  modelyard bench --url http://127.0.0.1:8000 --model eyes --images scans/
-\b
-[bold]For programs and papers[/bold]:
-  modelyard bench --json > run.json
-  modelyard bench -c 1,2,4 --plot run.svg
-
-Every round has new prompts, so that no cache holds them; --seed repeats them. Ctrl-C ends the run and prints what it
-has measured. The exit code is 1 if no request succeeded.
-"""
 
 # What to measure.
 Urls = Annotated[list[str] | None, typer.Option(help="A server, with or without /v1; give two to compare them.")]
@@ -96,10 +69,35 @@ def bench(
     images: ImageFolder = None,
     prompt_file: PromptFile = None,
 ) -> None:
+    """Measure a model or a server: time to first token, time per token, tokens per second, at given concurrency.
+
+    \b
+    [bold]A model of a configuration[/bold], its engine in this process or a server of its own:
+      modelyard bench
+      modelyard bench --config modelyard.toml --model qwen -c 1,4
+      modelyard bench --config modelyard.toml --model qwen --workload agent --http
+    \b
+    [bold]Any server[/bold] with OpenAI's chat completions:
+      modelyard bench --url http://127.0.0.1:8000 --model qwen --key $KEY -c 1,8,32 --duration 30s
+    \b
+    [bold]Two of them in one run[/bold], in interleaved rounds; a difference counts only beyond the noise:
+      modelyard bench --url http://127.0.0.1:8000 --url http://127.0.0.1:8080 --workload batch
+      modelyard bench --config old.toml --config new.toml --rounds 10
+    \b
+    [bold]Images[/bold], each for the first time and again:
+      modelyard bench --url http://127.0.0.1:8000 --model eyes --images scans/
+    \b
+    [bold]For programs and papers[/bold]:
+      modelyard bench --json > run.json
+      modelyard bench -c 1,2,4 --plot run.svg
+
+    Every round has new prompts, so that no cache holds them; --seed repeats them. Ctrl-C ends the run and prints what
+    it has measured. The exit code is 1 if no request succeeded.
+    """
     from msgspec.json import encode, format
 
-    from modelyard.benchmark import drawing, report
-    from modelyard.benchmark.targets import BenchOptions, prepare
+    from modelyard_bench import drawing, report
+    from modelyard_bench.targets import BenchOptions, prepare
 
     options = BenchOptions(
         urls=tuple(url or ()),
@@ -141,9 +139,9 @@ def _bench_documents(options: BenchOptions, folder: Path, prompt_file: Path | No
 
     from msgspec.json import encode, format
 
-    from modelyard.benchmark import documents
-    from modelyard.benchmark.targets import prepare
     from modelyard.http.server import loop_factory
+    from modelyard_bench import documents
+    from modelyard_bench.targets import prepare
 
     found = run_or_exit(documents.find_images, folder)
     prompt = run_or_exit(documents.read_prompt, prompt_file)
@@ -168,8 +166,8 @@ def _bench_documents(options: BenchOptions, folder: Path, prompt_file: Path | No
 def _run_benchmark(specs: list[TargetSpec], results: BenchmarkResults) -> None:
     import asyncio
 
-    from modelyard.benchmark.run import ProgressBar, run
     from modelyard.http.server import loop_factory
+    from modelyard_bench.run import ProgressBar, run
 
     with ProgressBar(results.plan, results.targets, err) as bar, asyncio.Runner(loop_factory=loop_factory()) as runner:
         try:

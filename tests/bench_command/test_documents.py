@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from modelyard.benchmark import documents
-from modelyard.benchmark.targets import Access, url_target
 from modelyard.core.errors import InvalidRequest
+from modelyard_bench import documents
+from modelyard_bench.targets import Access, url_target
 from tests.engines.llama_cpp.media_files import picture
 from tests.live_server import demo_config, live_server
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from modelyard.benchmark.workload import WORKLOADS, PromptSizer, UserTurn, conversation, get_workload
 from modelyard.core.errors import InvalidRequest
+from modelyard_bench.workload import WORKLOADS, PromptSizer, UserTurn, conversation, get_workload
 
 
 def test_the_same_seed_and_key_give_the_same_conversation() -> None:

@@ -9,9 +9,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from modelyard.benchmark.drawing import Circle, Drawing, Label, Polyline, check_file, paint, save, svg
 from modelyard.core.errors import InvalidRequest, Unavailable
 from modelyard.plugins import MissingLibrary
+from modelyard_bench.drawing import Circle, Drawing, Label, Polyline, check_file, paint, save, svg
 
 DRAWING = Drawing(
     80, 40, (Polyline(((1, 2), (30, 4)), "#112233", 2), Circle((5, 6), "#445566"), Label((7, 8), "a < b & c", "end"))

@@ -6,8 +6,8 @@ from contextlib import aclosing
 
 import pytest
 
-from modelyard.benchmark.http_client import HttpClient, HttpResponse
-from tests.benchmark.raw_server import responding
+from modelyard_bench.http_client import HttpClient, HttpResponse
+from tests.bench_command.raw_server import responding
 
 OK = b"HTTP/1.1 200 OK\r\n"
 

@@ -16,10 +16,6 @@ from urllib.parse import quote
 import msgspec
 from msgspec import Struct, field
 
-from modelyard.benchmark.http_client import HttpClient
-from modelyard.benchmark.load import ChatTarget, EngineTarget, LoadTarget, UrlTarget
-from modelyard.benchmark.results import BenchmarkResults, Plan, TargetInfo, parse_duration
-from modelyard.benchmark.workload import Workload, get_workload
 from modelyard.config.settings import Config, LoadedConfig
 from modelyard.core.engine import TextEngine
 from modelyard.core.errors import InvalidRequest, NotFound, Timeout, Unavailable
@@ -29,6 +25,10 @@ from modelyard.protocols import openai_chat
 from modelyard.router.router import CacheEntry
 from modelyard.server.engine_factory import create_engine, model_spec
 from modelyard.server.model_definition import define_model
+from modelyard_bench.http_client import HttpClient
+from modelyard_bench.load import ChatTarget, EngineTarget, LoadTarget, UrlTarget
+from modelyard_bench.results import BenchmarkResults, Plan, TargetInfo, parse_duration
+from modelyard_bench.workload import Workload, get_workload
 
 T = TypeVar("T")
 

@@ -10,12 +10,12 @@ from contextlib import asynccontextmanager
 import pytest
 from rich.console import Console
 
-from modelyard.benchmark.load import LoadTarget, Sample
-from modelyard.benchmark.results import BenchmarkResults, Plan, Step, TargetInfo
-from modelyard.benchmark.run import ProgressBar, run
-from modelyard.benchmark.targets import Status, TargetSpec
-from modelyard.benchmark.workload import UserTurn, get_workload
-from tests.benchmark.fakes import ScriptedTarget
+from modelyard_bench.load import LoadTarget, Sample
+from modelyard_bench.results import BenchmarkResults, Plan, Step, TargetInfo
+from modelyard_bench.run import ProgressBar, run
+from modelyard_bench.targets import Status, TargetSpec
+from modelyard_bench.workload import UserTurn, get_workload
+from tests.bench_command.fakes import ScriptedTarget
 
 PLAN = Plan(workload=get_workload("chat", prompt_tokens=5), streams=(1, 2), rounds=2)
 

@@ -13,10 +13,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from modelyard.benchmark.drawing import Circle, Drawing, DrawingShape, Label, Point, Polyline
-from modelyard.benchmark.load import Round
-from modelyard.benchmark.results import BenchmarkResults, Pairing, Summary
-from modelyard.benchmark.statistics import Distribution, Interval
+from modelyard_bench.drawing import Circle, Drawing, DrawingShape, Label, Point, Polyline
+from modelyard_bench.load import Round
+from modelyard_bench.results import BenchmarkResults, Pairing, Summary
+from modelyard_bench.statistics import Distribution, Interval
 
 _MIN_WIDTH = 120
 _PERCENTILES = "p50/p90/p99"

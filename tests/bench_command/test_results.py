@@ -5,8 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from modelyard.benchmark.load import Round, RoundLength, Sample
-from modelyard.benchmark.results import (
+from modelyard.core.errors import InvalidRequest
+from modelyard_bench.load import Round, RoundLength, Sample
+from modelyard_bench.results import (
     METRICS,
     RATE,
     THROUGHPUT,
@@ -20,10 +21,9 @@ from modelyard.benchmark.results import (
     parse_duration,
     summarize,
 )
-from modelyard.benchmark.statistics import SAME
-from modelyard.benchmark.workload import get_workload
-from modelyard.core.errors import InvalidRequest
-from tests.benchmark.fakes import filled_results, sample
+from modelyard_bench.statistics import SAME
+from modelyard_bench.workload import get_workload
+from tests.bench_command.fakes import filled_results, sample
 
 # Durations, the order of rounds, and how long each is.
 

@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 
-from modelyard.benchmark.load import Round
-from modelyard.benchmark.targets import (
+from modelyard.config.load import load_config
+from modelyard.config.settings import Config, LoadedConfig
+from modelyard.core.errors import InvalidRequest, ModelyardError, Unavailable
+from modelyard_bench.load import Round
+from modelyard_bench.targets import (
     Access,
     BenchOptions,
     TargetOptions,
@@ -23,11 +26,8 @@ from modelyard.benchmark.targets import (
     target_options,
     url_target,
 )
-from modelyard.benchmark.workload import get_workload
-from modelyard.config.load import load_config
-from modelyard.config.settings import Config, LoadedConfig
-from modelyard.core.errors import InvalidRequest, ModelyardError, Unavailable
-from tests.benchmark.fakes import run_round
+from modelyard_bench.workload import get_workload
+from tests.bench_command.fakes import run_round
 from tests.live_server import demo_config, live_server
 
 A, B = "http://a", "http://b"

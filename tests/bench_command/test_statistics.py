@@ -8,7 +8,7 @@ import random
 import msgspec
 import pytest
 
-from modelyard.benchmark.statistics import (
+from modelyard_bench.statistics import (
     SAME,
     Distribution,
     Interval,

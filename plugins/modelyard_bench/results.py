@@ -12,8 +12,9 @@ from typing import Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
-from modelyard.benchmark.load import Round, RoundLength, Sample
-from modelyard.benchmark.statistics import (
+from modelyard.core.errors import InvalidRequest
+from modelyard_bench.load import Round, RoundLength, Sample
+from modelyard_bench.statistics import (
     Better,
     Distribution,
     Interval,
@@ -23,8 +24,7 @@ from modelyard.benchmark.statistics import (
     ratio_interval,
     verdict,
 )
-from modelyard.benchmark.workload import Workload
-from modelyard.core.errors import InvalidRequest
+from modelyard_bench.workload import Workload
 
 # --- the plan ---------------------------------------------------------------------------------------------------------
 

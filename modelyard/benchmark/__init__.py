@@ -1,1 +1,0 @@
-"""`modelyard bench`: workloads, the load generator, statistics and reports; also used by the optimizer and bench/."""
