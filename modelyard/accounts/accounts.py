@@ -79,10 +79,12 @@ class Accounts:
 
     # --- the request path ---------------------------------------------------------------------------------------------
 
-    def check_budget(self, key: str) -> None:
-        """Raise QuotaExceeded if this key may not start another request."""
-        if key in self.ledger.budgets:
+    def check_budget(self, key: str) -> bool:
+        """Whether the key has a budget. Raise QuotaExceeded if it may not start another request."""
+        has_budget = key in self.ledger.budgets
+        if has_budget:
             self.ledger.check_budget(key, self._clock())
+        return has_budget
 
     def add(self, key: str, model: str, usage: Usage, *, failed: bool = False, requests: int = 1) -> float:
         """Count a request; returns its cost."""

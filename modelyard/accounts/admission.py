@@ -45,23 +45,6 @@ class Admission:
     def open(self, key: str) -> RequestReservation:
         return RequestReservation(self, key)
 
-    def check(self, key: str, size: int, held: int) -> None:
-        """Whether a request that holds `held` bytes may have `size` more."""
-        if self.limit is None:
-            return
-        most, mine = self.limit // 2 if key else self.limit, self.reserved[key]
-        if held + size > most:
-            raise TooLarge(
-                f"the request would take {(held + size) >> 20} MiB of memory, with its files and its prompt; at most "
-                f"{most >> 20} MiB are allowed: send less, or set http.max_memory_bytes higher"
-            )
-        if mine + size > most:
-            taken = f"the requests of this key that wait or run take {mine >> 20} of {most >> 20} MiB"
-            raise KeyLimited(f"{taken}: wait for one of them, or send less at a time", retry_after=_RETRY_S)
-        if self.total + size > self.limit:
-            taken = f"the requests that wait or run take {self.total >> 20} of {self.limit >> 20} MiB"
-            raise Overloaded(f"{taken}; try again later", retry_after=_RETRY_S)
-
 
 class RequestReservation:
     """What one request has reserved. `release` returns it; idempotent."""
@@ -76,9 +59,21 @@ class RequestReservation:
 
     def grow(self, size: int) -> None:
         """For a prompt that has `size` bytes more. Raises if there is no room."""
-        ledger, size = self._admission, size * _COPIES
-        ledger.check(self._key, size, self._bytes)
-        ledger.reserved[self._key] += size
+        ledger, limit, key, size = self._admission, self._admission.limit, self._key, size * _COPIES
+        if limit is not None:
+            most, mine, wanted = limit // 2 if key else limit, ledger.reserved[key], self._bytes + size
+            if wanted > most:
+                raise TooLarge(
+                    f"the request would take {wanted >> 20} MiB of memory, with its files and its prompt; at most "
+                    f"{most >> 20} MiB are allowed: send less, or set http.max_memory_bytes higher"
+                )
+            if mine + size > most:
+                taken = f"the requests of this key that wait or run take {mine >> 20} of {most >> 20} MiB"
+                raise KeyLimited(f"{taken}: wait for one of them, or send less at a time", retry_after=_RETRY_S)
+            if ledger.total + size > limit:
+                taken = f"the requests that wait or run take {ledger.total >> 20} of {limit >> 20} MiB"
+                raise Overloaded(f"{taken}; try again later", retry_after=_RETRY_S)
+        ledger.reserved[key] += size
         ledger.total += size
         self._bytes += size
 
@@ -111,7 +106,8 @@ class RequestReservation:
             ledger.reserved[key] -= size
             if not ledger.reserved[key]:
                 del ledger.reserved[key]
-        self._free()
+        if self._tokens or self._hold is not None:
+            self._free()
 
     def _free(self) -> None:
         if self._tokens:

@@ -21,14 +21,15 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from operator import eq
 
 from msgspec import Struct
 
 from modelyard.core.engine import Accepted
 from modelyard.core.events import CacheReuse, MissCause
 from modelyard.core.request import Audio, Image, Message, Text, Thinking, Tool, ToolCall
+from modelyard.gateway.model import media_kinds
 from modelyard.gateway.prepared_request import PreparedRequest
-from modelyard.prompt.media import media_kinds
 from modelyard.tokenizer.shield import unshield
 
 SLACK = 8  # tokens: the last one is always evaluated, and templates vary the line break after a reply
@@ -118,7 +119,7 @@ def _is_unrelated(earlier: Sequence[PromptRecord], prompt: PromptRecord, enough:
 
 
 def _equal_messages(one: PromptRecord, prompt: PromptRecord) -> int:
-    return sum(a == b for a, b in zip(one.conversation, prompt.messages, strict=False))
+    return sum(map(eq, one.conversation, prompt.messages))
 
 
 def _is_same_conversation(last: PromptRecord, prompt: PromptRecord) -> bool:

@@ -26,12 +26,11 @@ from modelyard.core.events import Timings, Usage
 from modelyard.core.pool import LeaseRequest
 from modelyard.core.request import Caller, EmbeddingRequest, Request, RerankRequest
 from modelyard.gateway.lookup import ModelLookup
-from modelyard.gateway.model import Model, check_embeddings, check_rerank
+from modelyard.gateway.model import Model, check_embeddings, check_rerank, media_kinds
 from modelyard.gateway.prepare import Preparer, Watch, checked_ids, inline_chars
 from modelyard.gateway.request_work import RequestWork
 from modelyard.gateway.stream import StreamServices
 from modelyard.prompt.images import request_media
-from modelyard.prompt.media import media_kinds
 from modelyard.router.router import Target
 from modelyard.telemetry.history import RequestRecord
 from modelyard.tokenizer.slices import encode_long

@@ -17,6 +17,7 @@ from modelyard.core.output_format import OutputFormat, Region
 from modelyard.core.request import (
     DEFAULT_SAMPLING,
     Audio,
+    Document,
     Image,
     Message,
     Request,
@@ -195,7 +196,7 @@ class CapabilityCache:
 
 
 def check_capabilities(request: Request, can: Capabilities, name: str, *, media: Collection[str] = ()) -> None:
-    """Raise Unsupported with the missing capability. `media` are the request's (`prompt/media.py`)."""
+    """Raise Unsupported with the missing capability. `media` are the request's `media_kinds`."""
     if not can.generates:
         raise no_chat(can, name)
     if request.infill is not None and not can.infill:
@@ -268,6 +269,25 @@ def ignored_parameters(request: Request, can: Capabilities) -> tuple[str, ...]:
     if can.ignored and sampling is not DEFAULT_SAMPLING:
         ignored = tuple(name for name in can.ignored if getattr(sampling, name, None) is not None)
     return ignored if budget is None or can.reasoning_budget else (*ignored, "reasoning_budget")
+
+
+_NO_MEDIA: frozenset[str] = frozenset()
+_MEDIA: dict[type, str] = {Image: "image", Audio: "audio", Document: "document"}
+
+
+def media_kinds(request: Request) -> frozenset[str]:
+    """Which of image, audio and document the request has. Every request asks, so it is a plain loop."""
+    found = _NO_MEDIA
+    for message in request.messages:
+        for part in message.parts:
+            kind = type(part)
+            if kind is Text:
+                continue
+            if kind in _MEDIA:
+                found |= {_MEDIA[kind]}
+            elif isinstance(part, ToolResult):
+                found |= {_MEDIA[type(each)] for each in part.content if type(each) in _MEDIA}
+    return found
 
 
 def without_tool_media(request: Request, modalities: Collection[str]) -> Request:

@@ -20,7 +20,13 @@ from modelyard.core.request import Caller, Infill, Message, Request, Reservation
 from modelyard.gateway.constraints import Constrained, constrain
 from modelyard.gateway.files import Files
 from modelyard.gateway.lookup import ModelLookup
-from modelyard.gateway.model import Model, check_capabilities, require_place_for_images, without_tool_media
+from modelyard.gateway.model import (
+    Model,
+    check_capabilities,
+    media_kinds,
+    require_place_for_images,
+    without_tool_media,
+)
 from modelyard.gateway.prepared_request import (
     OutputBudget,
     PreparedRequest,
@@ -35,7 +41,6 @@ from modelyard.gateway.server_tools import ServerTools, offer_tools
 from modelyard.mcp.servers import McpServers
 from modelyard.prompt.images import Images
 from modelyard.prompt.infill import infill_prompt
-from modelyard.prompt.media import media_kinds
 from modelyard.prompt.translation import translated
 from modelyard.router.router import Target
 from modelyard.telemetry.metrics import Metrics
@@ -89,11 +94,11 @@ class Preparer:
     ) -> PreparedRequest | None:
         """None: a reload has replaced the model meanwhile."""
         began, urgency = time.perf_counter(), caller.priority or priority(request)
-        self._accounts.check_budget(caller.key)
+        has_budget = self._accounts.check_budget(caller.key)
         target, model, engine = self._lookup.admit(target, request.model, caller, request.allow_remote)
         if model.define is not None:
             model = await self._lookup.defined(model)
-        if self.mcp is not None and server_tools is None and (request.tools or self.mcp.settings.is_on):
+        if self.mcp is not None and server_tools is None and (request.tools or target.mcp):
             request, server_tools = await self.offer(self.mcp, request, target, model, engine)
             began = time.perf_counter()
         request, capabilities = await self.adapt(request, caller, model, engine)
@@ -105,7 +110,7 @@ class Preparer:
         prompts: list[RenderedPrompt] = []
         for ids, text in await self.render(request, model, target.window, work or RequestWork(0, caller.deadline)):
             prompts.append(RenderedPrompt(ids, text, output_budget(len(ids), requested, target.window, target.strict)))
-        if caller.reservation is not None:
+        if has_budget and caller.reservation is not None:
             most = requested or target.window
             request, prompts = await _within_budget(request, prompts, caller.reservation, model, most)
         constrained, warnings = Constrained(request.constraint), request.warnings
@@ -145,7 +150,7 @@ class Preparer:
         self, mcp: McpServers, request: Request, target: Target, model: Model, engine: Engine | None
     ) -> tuple[Request, ServerTools | None]:
         """With the tools of the servers that the request names, and of its route if the model can call tools."""
-        if not mcp.settings.is_on and any(tool.server is not None for tool in request.tools):
+        if not mcp.settings.is_on and (not request.tools or any(tool.server is not None for tool in request.tools)):
             return request, None  # refused by `_omitted_tools`, or passed on
         can = self._lookup.effective(model, engine)
         return await offer_tools(mcp, request, target.mcp if can.tools else (), forwards=model.kind == "chat")

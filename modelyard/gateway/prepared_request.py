@@ -15,10 +15,9 @@ from modelyard.core.errors import ContextOverflow, OutputOverflow
 from modelyard.core.events import Usage
 from modelyard.core.pool import LeaseRequest
 from modelyard.core.request import Caller, Constraint, Message, Priority, Request, Sampling, Text, ToolCall, ToolResult
-from modelyard.gateway.model import Model
+from modelyard.gateway.model import Model, media_kinds
 from modelyard.gateway.server_tools import ServerTools
 from modelyard.prompt.images import request_media
-from modelyard.prompt.media import media_kinds
 from modelyard.router.router import Target
 from modelyard.telemetry.history import SkippedModel
 

@@ -17,13 +17,12 @@ from modelyard.core.errors import ENGINE_DIED, Cancelled, Incomplete, Internal, 
 from modelyard.core.events import BlockDelta, CacheReuse, Event, Failed, Finished, Started, Timings, Usage
 from modelyard.core.pool import Lease, LeaseProvider, Ticket
 from modelyard.gateway.cache_diagnostics import CacheDiagnostics, PromptRecord
-from modelyard.gateway.model import CapabilityCache, check_capabilities, ignored_parameters
+from modelyard.gateway.model import CapabilityCache, check_capabilities, ignored_parameters, media_kinds
 from modelyard.gateway.output import ChatOutput, TextOutput, new_call_id
 from modelyard.gateway.prepared_request import PreparedRequest
 from modelyard.gateway.repetition import NUDGE
 from modelyard.gateway.replay_memory import ReplayMemory, as_message, generated_reply, text_before_calls
 from modelyard.gateway.request_work import BackgroundTasks, end_of_stage
-from modelyard.prompt.media import media_kinds
 from modelyard.telemetry.history import History, RequestRecord
 from modelyard.telemetry.metrics import Metrics
 from modelyard.telemetry.request_capture import RequestCapture, current_capture

@@ -35,13 +35,12 @@ def local_user(client: Address | None, server: Address | None) -> str:
     Raises Unavailable if the system cannot tell it now. Whoever takes the last file descriptors must not become the
     server's own user.
     """
-    if sys.platform != "linux" or client is None or server is None or not _is_address(server[0]):
+    if sys.platform != "linux" or client is None or server is None or (here := _packed(server[0])) is None:
         return ""  # a unix socket, or a test
-    if not _is_address(client[0]):
+    if (there := _packed(client[0])) is None:
         return _UNKNOWN
     try:
-        family = socket.AF_INET6 if ":" in client[0] else socket.AF_INET
-        owner = _owner(family, _packed(family, client[0]), client[1], _packed(family, server[0]), server[1])
+        owner = _owner(socket.AF_INET6 if ":" in client[0] else socket.AF_INET, there, client[1], here, server[1])
     except (FileNotFoundError, PermissionError):  # this system never tells it
         return ""
     except OSError as error:
@@ -51,16 +50,12 @@ def local_user(client: Address | None, server: Address | None) -> str:
     return "" if owner == os.geteuid() else f"{LOCAL_USER}{owner}"
 
 
-def _is_address(host: str) -> bool:
+def _packed(host: str) -> bytes | None:
+    """None: it is no address."""
     try:
-        ipaddress.ip_address(host)
+        return ipaddress.ip_address(host.partition("%")[0]).packed
     except ValueError:
-        return False
-    return True
-
-
-def _packed(family: socket.AddressFamily, host: str) -> bytes:
-    return socket.inet_pton(family, host.partition("%")[0])
+        return None
 
 
 def _owner(family: socket.AddressFamily, client: bytes, port: int, server: bytes, server_port: int) -> int | None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from urllib.parse import parse_qsl, urlencode
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from modelyard.accounts.admission import Admission
 from modelyard.core.errors import ModelyardError, NotFound, TooLarge, Unavailable
+from modelyard.gateway.gateway import Gateway
 from modelyard.http.auth import GOOGLE_KEY, Authenticator, require
 from modelyard.http.connection import user_of
 from modelyard.http.errors import as_modelyard_error, write_error
@@ -19,7 +20,6 @@ from modelyard.http.request_context import CONTEXT_KEY, SHUTTING_DOWN, RequestCo
 from modelyard.http.routes import OTHER, WORKBENCH, RouteTable, path_protocol
 from modelyard.http.settings import HttpSettings
 from modelyard.processes.sandbox import current_client
-from modelyard.telemetry.history import History
 from modelyard.telemetry.log import current_trace, log_event, log_request
 from modelyard.telemetry.masking import mask_keys
 from modelyard.telemetry.metrics import Metrics
@@ -42,12 +42,11 @@ class RequestMiddleware:
         authenticator: Authenticator,
         metrics: Metrics,
         admission: Admission | None = None,
-        history: History | None = None,
+        gateway: Gateway | None = None,
         observers: Sequence[Observer] = (),
     ) -> None:
         self.table, self._lifespan, self._authenticator, self._metrics = table, lifespan, authenticator, metrics
-        self._admission, self._history, self._observers = admission, history, observers
-        self.is_draining: Callable[[], bool] = lambda: False
+        self._admission, self._gateway, self._observers = admission, gateway, observers
         self._max_header_bytes = settings.max_header_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send, app: ASGIApp | None = None) -> None:
@@ -63,7 +62,7 @@ class RequestMiddleware:
             _read_query_key(scope, headers)
         scope[CONTEXT_KEY] = context = RequestContext(new_trace(), path, headers, found.row)
         current_trace.set(context.trace)
-        parent = read_traceparent(headers.get("traceparent"))
+        parent = read_traceparent(headers["traceparent"]) if "traceparent" in headers else ""
         for observer in self._observers:
             parent = observer.traceparent(context.trace, parent)
         current_traceparent.set(parent)
@@ -71,7 +70,7 @@ class RequestMiddleware:
             if size > self._max_header_bytes:
                 raise _too_large(self._max_header_bytes)
             self._authenticator.admit(context, user_of(scope))
-            if method not in _READING and self.is_draining():
+            if method not in _READING and self._gateway is not None and self._gateway.draining:
                 raise _shutting_down()
             current_client.set(context.key)
             if self._admission is not None:
@@ -93,7 +92,7 @@ class RequestMiddleware:
             await send_error(send, context, write_error(refusal, context))
         finally:
             context.release()
-            self._account(context, method, time.perf_counter() - context.arrived)
+            self._account(context, method)
 
     async def _not_http(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Web pages may open WebSockets to any server: `Origin` is checked as for every request."""
@@ -108,7 +107,7 @@ class RequestMiddleware:
             if size > self._max_header_bytes:
                 raise _too_large(self._max_header_bytes)
             self._authenticator.admit(context, user_of(scope))
-            if self.is_draining():
+            if self._gateway is not None and self._gateway.draining:
                 raise _shutting_down()
             if found.app is None:
                 raise NotFound(f"there is no WebSocket at {scope['path'][:256]}", code="path_not_found")
@@ -119,8 +118,9 @@ class RequestMiddleware:
             return
         await found.app(scope, receive, send)
 
-    def _account(self, context: RequestContext, method: str, seconds: float) -> None:
-        path, row = context.path, context.row
+    def _account(self, context: RequestContext, method: str) -> None:
+        # In this order: what observers compute as its beginning is not later than that of its parts.
+        ended, seconds, path, row = time.time(), time.perf_counter() - context.arrived, context.path, context.row
         label = OTHER if row is None else row.label
         if label != path:
             path = mask_keys(path)
@@ -132,18 +132,19 @@ class RequestMiddleware:
         says_wait = is_quiet and context.status == 503  # a probe asks whether all is ready, and 503 is its answer
         if (context.status >= 500 and not says_wait) or context.error in _REFUSED_LOADS:
             level = logging.WARNING
-        records = self._history.ended(context.trace) if self._history is not None and context.target is not None else []
+        gateway = self._gateway
+        records = gateway.history.ended(context.trace) if gateway is not None and context.target is not None else []
         for observer in self._observers if level != logging.DEBUG else ():
             observer.ended(
                 EndedRequest(
                     trace=context.trace,
-                    traceparent=read_traceparent(context.headers.get("traceparent")),
+                    traceparent=read_traceparent(context.headers.get("traceparent", "")),
                     method=method,
                     path=path,
                     status=context.status,
                     error=context.error,
                     seconds=seconds,
-                    ended=time.time(),
+                    ended=ended,
                     records=records,
                 )
             )

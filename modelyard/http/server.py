@@ -102,10 +102,9 @@ def build_app(context: HttpContext, lifespan: Lifespan | None = None) -> ASGIApp
         authenticator,
         gateway.metrics,
         admission,
-        gateway.history,
+        gateway,
         find_observers(),
     )
-    middleware.is_draining = lambda: gateway.draining
     return _with_cors(middleware, settings)
 
 

@@ -11,13 +11,11 @@ import re
 from collections.abc import Iterator, Sequence
 
 from modelyard.core.errors import InvalidRequest
-from modelyard.core.request import Audio, Document, Image, Message, Part, Request, Text, ToolResult
+from modelyard.core.request import Audio, Image, Message, Part, Request, ToolResult
 from modelyard.prompt.template import ChatTemplate, TemplateFailed
 from modelyard.tokenizer.shield import SENTINEL
 
 MediaPart = Image | Audio
-
-_NONE: frozenset[str] = frozenset()
 
 _EDGE = SENTINEL * 2
 _MARK = re.compile(f"{_EDGE}\\[(?:image|audio) (\\d+)\\]{_EDGE}")
@@ -35,24 +33,6 @@ def _of_message(message: Message) -> Iterator[MediaPart]:
             yield part
         elif isinstance(part, ToolResult):
             yield from (each for each in part.content if isinstance(each, MediaPart))
-
-
-_KINDS: dict[type, str] = {Image: "image", Audio: "audio", Document: "document"}
-
-
-def media_kinds(request: Request) -> frozenset[str]:
-    """Which of image, audio and document the request has. Every request asks, so it is a plain loop."""
-    found = _NONE
-    for message in request.messages:
-        for part in message.parts:
-            kind = type(part)
-            if kind is Text:
-                continue
-            if kind in _KINDS:
-                found |= {_KINDS[kind]}
-            elif isinstance(part, ToolResult):
-                found |= {_KINDS[type(each)] for each in part.content if type(each) in _KINDS}
-    return found
 
 
 # --- marks ------------------------------------------------------------------------------------------------------------

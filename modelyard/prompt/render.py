@@ -153,7 +153,7 @@ class MessageConverter:
         out: list[TemplateMessage] = []
         names: dict[str, str] = {}
         numbers = count(1)  # of images and audio
-        qualified = qualified_names(request.tools)
+        qualified = qualified_names(request.tools) if request.tools else {}
         for message in request.messages:
             if message.role == "assistant":
                 out.append(self._assistant(message, names, qualified))
@@ -370,7 +370,8 @@ class Renderer:
 
     def text(self, request: Request) -> str:
         """The prompt with the shield's marks, for `tokens` and `fresh`. Use `unshield(text)` to show it."""
-        self.require_template()
+        if self.missing is not None:
+            self.require_template()
         text = self._text(request)
         if self.marks_media and (media := sum(1 for _ in media_parts(request))):
             require_all_marks(text, media)

@@ -455,7 +455,8 @@ class PooledModel:
     def may_start(self, lease: SlotLease, now: float) -> bool:
         """Whether enough slots stay free for other keys if it starts. A retry had a slot before."""
         request, queue = lease.request, lease.queue
-        if request.is_retry or not queue.slots.idle:
+        idle = queue.slots.idle
+        if request.is_retry or not idle or (len(idle) == 1 and request.key in idle):
             return True
         kept = queue.kept(request.key, self.slots(request.cache), now)
         return not kept or sum(replica.free(request.cache) for replica in self.ready) - lease.weight >= kept

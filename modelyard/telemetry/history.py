@@ -110,7 +110,7 @@ class History:
 
     def ended(self, trace: str) -> list[RequestRecord]:
         """The records of a request that ends now: it is among the newest."""
-        return [record for record in self.recent(_NEWEST) if record.trace == trace]
+        return [record for record in itertools.islice(reversed(self._records), _NEWEST) if record.trace == trace]
 
     def recent(self, limit: int) -> Iterator[RequestRecord]:
         """Newest first."""

@@ -44,9 +44,9 @@ class Observer(Protocol):
     def ended(self, request: EndedRequest) -> None: ...
 
 
-def read_traceparent(header: str | None) -> str:
+def read_traceparent(header: str) -> str:
     """It is sent on, so nothing but the format of version 00 is accepted."""
-    return header if header is not None and _TRACEPARENT.fullmatch(header) else ""
+    return header if _TRACEPARENT.fullmatch(header) else ""
 
 
 def find_observers() -> list[Observer]:

@@ -20,10 +20,9 @@ from modelyard.core.errors import ContextOverflow, Incomplete, Unsupported
 from modelyard.core.events import Usage
 from modelyard.core.request import Caller
 from modelyard.gateway.gateway import Gateway
-from modelyard.gateway.model import Model, TextPipeline
+from modelyard.gateway.model import Model, TextPipeline, media_kinds
 from modelyard.gateway.request_work import RequestWork
 from modelyard.prompt.images import request_media
-from modelyard.prompt.media import media_kinds
 from modelyard.router.router import Target
 from modelyard_decisions.wire import MARK, DecisionRequest, Question
 

@@ -18,9 +18,9 @@ from modelyard.gateway.model import (
     check_embeddings,
     effective_capabilities,
     ignored_parameters,
+    media_kinds,
 )
 from modelyard.library.gguf import ModelPurpose
-from modelyard.prompt.media import media_kinds
 from tests.gateway.harness import CALLER, GatewayHarness, make_request, model, read_events
 
 EVERYTHING = Capabilities(

@@ -7,7 +7,8 @@ import pytest
 from modelyard.core.engine import Media, TokenRun
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.request import Audio, Document, Image, Message, Request, Text, ToolCall, ToolResult
-from modelyard.prompt.media import image_placeholder, joined, media_kinds, split_at_marks
+from modelyard.gateway.model import media_kinds
+from modelyard.prompt.media import image_placeholder, joined, split_at_marks
 from modelyard.prompt.render import Renderer
 from modelyard.prompt.template import ChatTemplate
 from modelyard.prompt.template_source import builtin, prompt_formats

@@ -34,7 +34,13 @@ from modelyard.core.request import (
     ToolChoice,
     ToolResult,
 )
-from modelyard.protocols.common.dialects import DEFAULT_DIALECT, INFER_SERVER, is_openai_client, read_dialect
+from modelyard.protocols.common.dialects import (
+    DEFAULT_DIALECT,
+    DIALECT_HEADER,
+    INFER_SERVER,
+    is_openai_client,
+    read_dialect,
+)
 from modelyard.protocols.common.extensions import (
     MAX_TEMPERATURE,
     Ignored,
@@ -295,10 +301,11 @@ def read_request(body: bytes, headers: Mapping[str, str]) -> Request:
 def _read_dialect(headers: Mapping[str, str]) -> str:
     """Of Infer Server: `stream` is true unless the request says otherwise, and a stream that fails has a finish reason.
     OpenAI's otherwise, and for OpenAI's clients, whatever the setting."""
-    asked = read_dialect(headers, ("openai", INFER_SERVER))
-    if asked is None and headers.get(DEFAULT_DIALECT) == INFER_SERVER and not is_openai_client(headers):
-        return INFER_SERVER
-    return INFER_SERVER if asked == INFER_SERVER else ""
+    if DIALECT_HEADER in headers:
+        is_asked_for = read_dialect(headers, ("openai", INFER_SERVER)) == INFER_SERVER
+    else:
+        is_asked_for = headers.get(DEFAULT_DIALECT) == INFER_SERVER and not is_openai_client(headers)
+    return INFER_SERVER if is_asked_for else ""
 
 
 def _read_max_tokens(body: ChatCompletionBody) -> int | None:
