@@ -161,10 +161,12 @@ def llama_cpp_config(model: Path, threads: int, caches: Mapping[str, tuple[int, 
 
 
 @contextmanager
-def llama_server(model: Path, threads: int, window: int, slots: int, *options: str) -> Iterator[Server]:
+def llama_server(
+    model: Path, threads: int, window: int, slots: int, *options: str, binary: Path | None = None
+) -> Iterator[Server]:
     """Every slot has the whole window."""
     port = free_port()
-    command = [str(fetch_binary()), "--model", str(model), "--host", "127.0.0.1", "--port", str(port)]
+    command = [str(binary or fetch_binary()), "--model", str(model), "--host", "127.0.0.1", "--port", str(port)]
     command += ["--threads", str(threads), "--threads-batch", str(threads), "--no-webui"]
     command += ["--ctx-size", str(window * slots), "--parallel", str(slots), *options]
     with running(command, port, "/health") as server:

@@ -233,6 +233,8 @@ class CacheStats(Struct, frozen=True):
     evictions: int = 0
     sequences: tuple[SequenceStats, ...] = ()
     prefixes: tuple[PrefixStats, ...] = ()
+    guessed_tokens: int = 0  # as of the engine
+    accepted_tokens: int = 0
 
 
 class EngineStats(Struct, frozen=True):

@@ -397,7 +397,8 @@ class LlamaContext:
             job.n_past += 1  # its KV is computed
             row += 1
             finish = job.sample(self._raw, row, output)
-        accepted = job.n_past - before
+        accepted, cache = job.n_past - before, self.caches[job.cache]
+        cache.guessed, cache.accepted = cache.guessed + len(draft), cache.accepted + accepted
         if accepted < len(draft):
             short.memory_seq_rm(self._memory, index, job.n_past - job.shift, -1)
         if self.speculator is not None:

@@ -283,8 +283,7 @@ class LlamaCppEngine(ThreadedEngine[LlamaCppJob]):
         return await asyncio.to_thread(lambda: [projector.count(each) for each in media])
 
     def stats(self) -> EngineStats:
-        caches, contexts = list(self._caches.values()), list(self._contexts)
-        speculators = [context.speculator for context in contexts if context.speculator is not None]
+        caches = list(self._caches.values())
         return EngineStats(
             running=sum(cache.running for cache in caches),
             sequences=sum(len(cache.slots) for cache in caches),
@@ -293,8 +292,8 @@ class LlamaCppEngine(ThreadedEngine[LlamaCppJob]):
             copied_tokens=sum(cache.copied for cache in caches),
             restored_tokens=sum(cache.restored for cache in caches),
             evaluated_tokens=sum(cache.evaluated for cache in caches),
-            guessed_tokens=sum(speculator.drafted for speculator in speculators),
-            accepted_tokens=sum(speculator.accepted for speculator in speculators),
+            guessed_tokens=sum(cache.guessed for cache in caches),
+            accepted_tokens=sum(cache.accepted for cache in caches),
             caches={cache.name: cache.stats() for cache in caches},
             adapters=self._adapters.scales(),
         )

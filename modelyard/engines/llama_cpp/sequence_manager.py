@@ -167,6 +167,7 @@ class SequenceManager:
         self._uses = self._adoptions = 0
         self.reused = self.copied = self.restored = self.fetched = self.evicted = 0  # tokens; evictions
         self.evaluated = 0  # prompt tokens
+        self.guessed = self.accepted = 0  # drafted tokens
         self._checkpoint_size = 0  # of the last one
         self._tree: tuple[PrefixStats, ...] = ()
         self._tree_at = -inf
@@ -452,7 +453,8 @@ class SequenceManager:
         rows = (
             SequenceStats(number, len(s.tokens), s.busy, s.session, s.last_used) for number, s in enumerate(self.slots)
         )
-        return CacheStats(self.reused, self.evaluated, self.evicted, tuple(rows), self._prefixes())
+        guesses = self.guessed, self.accepted
+        return CacheStats(self.reused, self.evaluated, self.evicted, tuple(rows), self._prefixes(), *guesses)
 
     def _prefixes(self) -> tuple[PrefixStats, ...]:
         """At most once a second: many ask for the other numbers."""

@@ -65,7 +65,6 @@ class Speculator:
         self._cost = DraftCost()
         self._jobs: dict[int, JobSpeculation] = {}
         self.is_idle = False  # nothing was worth drafting: the next step need not wait for drafts
-        self.drafted = self.accepted = 0
 
     # --- jobs ---------------------------------------------------------------------------------------------------------
 
@@ -127,7 +126,6 @@ class Speculator:
         else:
             state.acceptance.decay()
         state.untried = None
-        self.drafted, self.accepted = self.drafted + drafted, self.accepted + accepted
 
     def measure(self, streams: int, drafted: int, seconds: float) -> None:
         """The duration of a step without prompts."""
