@@ -5,6 +5,7 @@ The scheduler runs SmolLM2 on llama.cpp under the seed's name, llama3-8b.
 
 from __future__ import annotations
 
+import asyncio
 import re
 import sys
 from collections.abc import Iterator
@@ -15,10 +16,12 @@ import httpx
 import openai
 import pytest
 
+from modelyard.cli.run import free_port
 from modelyard.library import default_model
-from tests.cli_process import DEADLINE, run, serve
+from tests.cli_process import DEADLINE, MODELYARD, run, serve
 from tests.cli_process import ServerProcess as Gateway
 from tests.e2e.protocols import parse_events
+from tests.engines.fake_upstream import Answer, chat_stream, fake_upstream
 from tests.live_server import demo_config, live_server
 from tests.seeds.processes import is_healthy, process, scheduler, until
 
@@ -67,6 +70,9 @@ CHUNK = {
 }
 
 
+CORS = "access-control-allow-origin"
+
+
 @pytest.fixture(scope="module")
 def tokenizer() -> Path:
     return default_model.fetch()
@@ -108,7 +114,9 @@ def test_the_configuration_as_a_file_starts_a_gateway_that_takes_the_model_from_
 
 
 def test_the_configuration_as_variables_starts_the_same_gateway(tmp_path: Path, endpoint: str, tokenizer: Path) -> None:
+    port = free_port()
     variables = {
+        "MODELYARD_HTTP_PORT": str(port),
         "MODELYARD_HTTP_CORS_ENABLED": "true",
         "MODELYARD_SCHEDULER_ENDPOINT": endpoint,
         "MODELYARD_SCHEDULER_TIMEOUT_MS": "30000",
@@ -116,9 +124,29 @@ def test_the_configuration_as_variables_starts_the_same_gateway(tmp_path: Path, 
         "MODELYARD_MODEL_TOKENIZER_PATH": str(tokenizer),
         "MODELYARD_LOG_LEVEL": "info",
     }
-    with serve(tmp_path, **variables) as started:
-        until(lambda: is_healthy(started.url))
-        assert post(started.url, REQUEST | {"stream": False, "max_tokens": 2}).status_code == 200
+    with process([*MODELYARD, "serve"], tmp_path, **variables):
+        url = f"http://127.0.0.1:{port}"
+        until(lambda: is_healthy(url))
+        assert post(url, REQUEST | {"stream": False, "max_tokens": 2}).status_code == 200
+        assert httpx.get(f"{url}/models", headers={"origin": "https://chat.example"}).headers[CORS] == "*"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "setting"),
+    [
+        ("port = 8000", "port = 70000", "http.port"),
+        ("cors_enabled = true", 'cors_enabled = "perhaps"', "http.cors_enabled"),
+        ("timeout_ms = 30000", "timeout_ms = -1", "scheduler.timeout_ms"),
+        ('level = "info"', 'level = "loud"', "log.level"),
+    ],
+    ids=lambda value: value.partition(" ")[0],
+)
+def test_a_setting_that_is_not_valid_is_named(tmp_path: Path, before: str, after: str, setting: str) -> None:
+    text = GATEWAY.format(endpoint="tcp://scheduler-host:5555", tokenizer="/models/llama3-8b")
+    (tmp_path / "modelyard.toml").write_text(text.replace(before, after))
+    checked = run("check", cwd=tmp_path)
+    assert checked.returncode == 1
+    assert setting in checked.stdout + checked.stderr
 
 
 def test_a_gateway_without_a_tokenizer_path_fetches_the_tokenizer_from_the_worker(
@@ -227,6 +255,17 @@ def test_finish_reason_stop_and_length(gateway: Gateway) -> None:
     assert post(gateway.url, short | {"stop": [" "]}).json()["choices"][0]["finish_reason"] == "stop"
 
 
+async def test_finish_reason_content_filter() -> None:
+    """Only an upstream filters; its reason reaches the client."""
+    body = [chunk.replace(b'"stop"', b'"content_filter"') for chunk in chat_stream("Not that.")]
+    async with fake_upstream(Answer(body=body)) as upstream:
+        remote = {"backend": "openai_remote", "remote_base_url": f"{upstream.url}/v1", "remote_model": "llama3-8b"}
+        with live_server({"models": {"llama3-8b": remote}}) as server:
+            consent = {"x-modelyard-allow-remote": "true"}
+            reply = await asyncio.to_thread(post, server.url, REQUEST | {"stream": False}, **consent)
+    assert reply.json()["choices"][0]["finish_reason"] == "content_filter"
+
+
 SAYS_AND_FAILS = [
     {"steps": [{"text": "So far"}, {"delay": 0.1}, {"fail": "the engine is lost", "kind": "unavailable"}]}
 ]
@@ -271,6 +310,62 @@ def test_stream_is_false_by_default_otherwise_and_a_header_chooses_for_one_reque
         assert "auto, openai, infer_server" in refused.json()["error"]["message"]
 
 
+# --- 核心模块 4, 5; 通信协议: what streams, what is cancelled --------------------------------------------------------
+
+
+def test_a_character_of_several_tokens_is_never_cut(gateway: Gateway) -> None:
+    said = [
+        {"role": "user", "content": "Repeat: 你好 你好 你好 你好"},
+        {"role": "assistant", "content": "你好 你好 你"},
+    ]
+    body = REQUEST | {"messages": said, "temperature": 0, "max_tokens": 24}
+    events = [event.data for event in parse_events(post(gateway.url, body).text)[:-1]]
+    pieces = [event["choices"][0]["delta"].get("content", "") for event in events]
+    assert any(ord(character) > 127 for character in "".join(pieces))
+    assert not any("\ufffd" in piece for piece in pieces)
+    whole = post(gateway.url, body | {"stream": False}).json()["choices"][0]["message"]["content"]
+    assert "".join(pieces) == whole
+
+
+def test_a_request_whose_client_leaves_is_aborted_at_the_scheduler(gateway: Gateway) -> None:
+    def active() -> int:
+        return int(httpx.get(f"{gateway.url}/health").json()["active_requests"])
+
+    body = REQUEST | {"max_tokens": 1900, "ignore_eos": True}
+    with httpx.stream("POST", f"{gateway.url}/v1/chat/completions", json=body, timeout=DEADLINE) as reply:
+        next(reply.iter_lines())
+        assert active() == 1
+    until(lambda: active() == 0)
+    assert post(gateway.url, REQUEST | {"max_tokens": 2}).status_code == 200
+
+
+def test_a_request_that_the_model_cannot_take_is_a_400_and_a_lost_scheduler_a_503(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    address = f"ipc://{tmp_path}/scheduler"
+    fake = '[models.llama3-8b]\nbackend = "fake"\nn_ctx = 256\nscript = [{ steps = [{ text = "Hello!" }] }]\n'
+    with serve(tmp_path, config=f'[scheduler]\nendpoint = "{address}"\n[model]\nmodel_name = "llama3-8b"\n') as started:
+        with scheduler(tmp_path / "other", address, fake):
+            until(lambda: is_healthy(started.url))
+            long = [{"role": "user", "content": "word " * 400}]
+            assert post(started.url, REQUEST | {"messages": long}).status_code == 400
+            assert post(started.url, REQUEST | {"temperature": "hot"}).status_code == 400
+        until(lambda: not httpx.get(f"{started.url}/health").json()["scheduler_connected"])
+        until(lambda: post(started.url, REQUEST).status_code == 503)  # its workers end with it
+
+
+# --- 扩展指南: what the document would add ----------------------------------------------------------------------------
+
+
+def test_repetition_penalty_embeddings_and_a_lora_adapter_are_known(gateway: Gateway) -> None:
+    short = REQUEST | {"max_tokens": 2, "stream": False}
+    assert post(gateway.url, short | {"repetition_penalty": 1.1}).status_code == 200
+    refused = post(gateway.url, short | {"lora_adapter": "mine"})
+    assert refused.status_code == 400
+    assert "mine" in refused.json()["error"]["message"]
+    body = {"model": "llama3-8b", "input": "Hello"}
+    assert httpx.post(f"{gateway.url}/v1/embeddings", json=body).json()["error"]["code"] == "embeddings_unsupported"
+
+
 # --- API 规范: GET /models, GET /health, GET /metrics -----------------------------------------------------------------
 
 
@@ -310,4 +405,4 @@ def test_get_metrics_has_the_lines_of_the_document(gateway: Gateway, line: str) 
 
 def test_cors_is_enabled(gateway: Gateway) -> None:
     reply = httpx.get(f"{gateway.url}/v1/models", headers={"origin": "https://chat.example"})
-    assert reply.headers["access-control-allow-origin"] == "*"
+    assert reply.headers[CORS] == "*"

@@ -27,7 +27,7 @@ from tests.seeds.processes import until
 CONFIG = (ROOT / "tests" / "importing" / "sources" / "llama-bridge.toml").read_text()
 MODEL = Path("models/unsloth/MiMo-V2-Flash-GGUF/UD-Q6_K_XL")
 # The machine of a test is small; the windows of the document are checked without loading them.
-SMALL = {"MODELYARD_CACHES__MAIN__N_CTX": "2048", "MODELYARD_CACHES__FAST__N_CTX": "1024"}
+SMALL = {"MODELYARD_CACHES__MAIN__N_CTX": "1536", "MODELYARD_CACHES__FAST__N_CTX": "1024"}
 
 
 def with_model(folder: Path) -> Path:
@@ -57,9 +57,10 @@ def chat(url: str, model: str, system: str = "Be brief.", **fields: Any) -> http
 # --- 5.1, 5.2: the configuration --------------------------------------------------------------------------------------
 
 
-def test_the_configuration_of_the_document_is_accepted_as_it_is(tmp_path: Path) -> None:
-    (with_model(tmp_path) / "claude-code.toml").write_text(CONFIG)
-    checked = run("check", "claude-code.toml", cwd=tmp_path)
+def test_the_configuration_of_the_document_is_accepted_as_it_is_and_where_it_is(tmp_path: Path) -> None:
+    (with_model(tmp_path) / "configs").mkdir()
+    (tmp_path / "configs" / "claude-code.toml").write_text(CONFIG)
+    checked = run("check", "configs/claude-code.toml", cwd=tmp_path)
     assert checked.returncode == 0, checked.stderr
     for text in ("mimo", "32768", "8192", "主对话缓存", "后台任务缓存", "*haiku*"):
         assert text in checked.stdout
@@ -85,12 +86,10 @@ def test_a_background_task_leaves_the_main_cache_alone(bridge: Bridge) -> None:
 def test_the_openai_program_of_the_document_gets_a_clear_400(bridge: Bridge) -> None:
     client = openai.OpenAI(base_url=f"{bridge.url}/v1", api_key="sk-dummy", max_retries=0)
     with pytest.raises(openai.BadRequestError) as error:
-        client.chat.completions.create(
-            model="claude-sonnet-4", messages=[{"role": "user", "content": "... and " * 10000}]
-        )
+        client.chat.completions.create(model="claude-sonnet-4", messages=[{"role": "user", "content": "..." * 10000}])
     body: Any = error.value.body
-    assert body["n_ctx"] == 2048
-    assert body["n_prompt_tokens"] > 2048
+    assert body["n_ctx"] == 1536
+    assert body["n_prompt_tokens"] > 1536
     assert body["code"] == "context_length_exceeded"
 
 
@@ -102,7 +101,17 @@ def test_anthropics_client_gets_invalid_request_error(bridge: Bridge) -> None:
         )
     body: Any = error.value.body
     assert body["error"]["type"] == "invalid_request_error"
-    assert "2048" in body["error"]["message"]
+    assert "1536" in body["error"]["message"]
+
+
+def test_a_stream_that_would_overflow_is_refused_before_it_begins(bridge: Bridge) -> None:
+    messages = [{"role": "user", "content": "... and " * 10000}]
+    for path in ("/v1/chat/completions", "/v1/messages"):
+        body = {"model": "claude-sonnet-4", "max_tokens": 16, "stream": True, "messages": messages}
+        refused = httpx.post(f"{bridge.url}{path}", json=body, timeout=DEADLINE)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["type"] == "invalid_request_error"
+        assert "1536" in refused.json()["error"]["message"]
 
 
 def test_anthropics_client_streams_an_answer(bridge: Bridge) -> None:
@@ -110,6 +119,31 @@ def test_anthropics_client_streams_an_answer(bridge: Bridge) -> None:
     messages: Any = [{"role": "user", "content": "Hello"}]
     with client.messages.stream(model="claude-3-5-haiku", max_tokens=4, messages=messages) as stream:
         assert stream.get_final_message().usage.output_tokens == 4
+
+
+# --- 1: tools by a grammar, caches on one set of weights --------------------------------------------------------------
+
+
+def test_a_model_that_was_not_trained_for_tools_calls_one_by_its_grammar(bridge: Bridge) -> None:
+    parameters = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]}
+    tool = {"type": "function", "function": {"name": "get_weather", "parameters": parameters}}
+    reply = chat(
+        bridge.url, "claude-sonnet-4", tools=[tool], tool_choice="required", max_tokens=128, temperature=0
+    ).json()
+    (call,) = reply["choices"][0]["message"]["tool_calls"]
+    assert call["function"]["name"] == "get_weather"
+    assert json.loads(call["function"]["arguments"])["city"] in ("Rome", "Oslo")
+
+
+def test_two_caches_are_two_contexts_on_one_set_of_weights(bridge: Bridge) -> None:
+    def get(path: str) -> Any:
+        return httpx.get(f"{bridge.url}/v1/admin/{path}", headers=bridge.owner, timeout=DEADLINE).json()
+
+    windows = {cache["cache"]: cache["window"] for cache in get("caches")["data"]}
+    assert windows == {"main": 1536, "fast": 1024}
+    (model,) = get("models")["data"]
+    assert len(model["replicas"]["items"]) == 1
+    assert model["memory"]["estimate"]["weights"] < 1.1 * default_model.fetch().stat().st_size
 
 
 # --- 3.1: n_prompt + max_tokens > n_ctx is refused --------------------------------------------------------------------
@@ -149,6 +183,15 @@ ROWS = {
     "XML text": ("hermes", "One two three four."),
     "XML thinking": ("hermes", "<think>One two three four.</think>"),
     "XML tool call": ("hermes", f"<tool_call>{CALL}</tool_call>"),
+    "a call in Qwen's XML": (
+        "qwen3_coder",
+        "<tool_call>\n<function=look>\n<parameter=at>\nthe sky\n</parameter>\n</function>\n</tool_call>",
+    ),
+    "a call of MiniMax-M2": (
+        "minimax_m2",
+        '<minimax:tool_call>\n<invoke name="look">\n<parameter name="at">the sky</parameter>\n</invoke>\n'
+        "</minimax:tool_call>",
+    ),
     "a tool call that the end of the output cuts off": ("hermes", f"<tool_call>{CALL}"),
     "a Harmony call without its end": ("harmony", HARMONY_CALL),
 }
@@ -167,12 +210,13 @@ def formats() -> Iterator[LiveServer]:
         yield server
 
 
-def deltas(server: LiveServer, row: str) -> list[dict[str, Any]]:
-    body = {"model": row, "messages": [{"role": "user", "content": "Go"}], "tools": [TOOL], "stream": True}
+def deltas(server: LiveServer, row: str, **fields: Any) -> list[dict[str, Any]]:
+    body = {"model": row, "messages": [{"role": "user", "content": "Go"}], "tools": [TOOL], "stream": True} | fields
     text = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=DEADLINE).text
     assert "<|" not in text
     assert "<think" not in text
     assert "tool_call>" not in text
+    assert "<function" not in text
     events = [event.data for event in parse_events(text)[:-1]]
     return [choice["delta"] for event in events for choice in event["choices"]]
 
@@ -191,6 +235,12 @@ def test_reasoning_streams(formats: LiveServer, row: str) -> None:
     assert "".join(pieces) == "One two three four."
 
 
+@pytest.mark.parametrize("row", ["Harmony reasoning", "XML thinking"])
+def test_reasoning_is_left_out_where_the_request_says_so(formats: LiveServer, row: str) -> None:
+    sent = deltas(formats, row, include_reasoning=False)
+    assert not [delta for delta in sent if delta.get("reasoning_content") or delta.get("content")]
+
+
 @pytest.mark.parametrize("row", [row for row in ROWS if "call" in row])
 def test_a_tool_call_is_held_until_it_is_complete(formats: LiveServer, row: str) -> None:
     calls = [call["function"] for delta in deltas(formats, row) for call in delta.get("tool_calls", [])]
@@ -204,6 +254,15 @@ def test_a_prefilled_answer_is_continued_and_not_closed(bridge: Bridge) -> None:
     body = {"model": "claude-sonnet-4", "max_tokens": 4, "temperature": 0, "messages": messages}
     reply = httpx.post(f"{bridge.url}/v1/messages", json=body, timeout=DEADLINE).json()
     assert reply["content"][0]["text"].lstrip().startswith("4")
+
+
+# --- A.2: the template of the file ------------------------------------------------------------------------------------
+
+
+def test_the_prompt_is_that_of_the_template_in_the_file(bridge: Bridge) -> None:
+    body = {"model": "claude-sonnet-4", "messages": [{"role": "user", "content": "Hello"}]}
+    prompt = httpx.post(f"{bridge.url}/apply-template", json=body, timeout=DEADLINE).json()["prompt"]
+    assert prompt.endswith("<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n")
 
 
 # --- 3.4, 4: the commands ---------------------------------------------------------------------------------------------
