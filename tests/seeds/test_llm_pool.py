@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,12 +13,15 @@ import httpx
 import openai
 import pytest
 
+from modelyard.cli.run import free_port
 from modelyard.config.load import load_config
 from modelyard.core.engine import CacheInfo
 from modelyard.library import default_model
 from modelyard_exllamav3.options import ExllamaOptions, cache_tokens
 from tests.cli_process import DEADLINE, ROOT
+from tests.engines.fake_upstream import Answer, chat_stream, fake_upstream
 from tests.live_server import LiveServer, demo_config, live_server
+from tests.seeds.processes import process, until
 
 MODELS = {"demo": demo_config()["models"]["demo"] | {"enabled": True, "gguf_n_ctx": 512}}
 SMALLEST: dict[str, Any] = {"model": "demo", "input": "Hello"}
@@ -278,3 +283,266 @@ def test_the_endpoints_of_the_table(documented: LiveServer) -> None:
     assert order("load") < 300
     assert post(documented, SMALLEST | {"model": "some-gguf-model"}).status_code == 200
     assert order("unload") < 300
+
+
+# --- the tables: request fields, decoding, content items, replicas, load overrides ------------------------------------
+
+PICTURE = (
+    "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJ"
+    "AAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+)
+SERVER, SERVE = "gemma-4-26b-a4b-it-ud-q5ks-llama-server", "gemma4-nvfp4-vllm-serve"
+FAKE = MODELS["demo"] | {"modalities": ["text"]}
+
+
+@pytest.fixture(scope="module")
+def rows() -> Iterator[LiveServer]:
+    """Small models on the fake engine, beside the definitions of the document, which nothing loads."""
+    settings = json.loads((ROOT / "tests/importing/sources/llm-pool/settings.json").read_text())
+    models = settings["engine"]["models"] | {
+        "plain": FAKE,
+        "sees": FAKE | {"modalities": ["text", "image"]},
+        "twice": FAKE | {"replicas": 2, "replica_max": 3},
+        "off": FAKE | {"enabled": False},
+    }
+    with live_server({"engine": {"models": models}}, ready=False) as server:
+        for name in ("plain", "sees", "twice"):
+            until(lambda name=name: server.status(name).state == "ready")
+        yield server
+
+
+def admin(server: LiveServer, method: str, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
+    url = f"{server.url}/v1/admin/{path}"
+    return httpx.request(method, url, json=body, headers=server.owner, timeout=DEADLINE)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"model": None}, "model"),
+        ({"input": None}, "input"),
+        ({"messages": [{"role": "user", "content": "Hello"}]}, "messages"),
+        ({"input": 5}, "input"),
+        ({"stream": "perhaps"}, "stream"),
+        ({"thinking": "sometimes"}, "thinking"),
+        ({"allow_remote": "perhaps"}, "allow_remote"),
+        ({"decoding": {"top_k": "many"}}, "top_k"),
+    ],
+    ids=json.dumps,
+)
+def test_a_request_that_the_table_does_not_allow_is_a_400_that_names_the_field(
+    rows: LiveServer, change: dict[str, Any], named: str
+) -> None:
+    body = {"model": "plain", "input": "Hello", "decoding": {}} | change
+    refused = post(rows, {key: value for key, value in body.items() if value is not None})
+    assert refused.status_code == 400
+    assert named in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"instructions": "Be brief."},
+        {"instructions": None},
+        {"source_lang_code": None},
+        {"target_lang_code": None},
+        {"allow_remote": False},
+        {"stream": False},
+        {"thinking": "default"},
+        {"decoding": {"beam_size": 4}},
+        {"decoding": {"top_k": 1}},
+        {"decoding": {"top_p": 1.0}},
+        {"decoding": {"temperature": 0.1}},
+        {"decoding": {"repetition_penalty": 1.0}},
+        {"decoding": {"max_tokens": 256}},
+        {"decoding": {"stop": ["\n"]}},
+    ],
+    ids=json.dumps,
+)
+def test_every_field_of_the_tables_is_accepted(rows: LiveServer, field: dict[str, Any]) -> None:
+    reply = post(rows, {"model": "plain", "input": "Hello", "decoding": {}} | field)
+    assert is_pools(reply), reply.text
+
+
+def test_the_accepted_thinking_values_are_those_that_the_model_advertises(rows: LiveServer) -> None:
+    modes = admin(rows, "GET", "models/plain").json()["capabilities"]["thinking_modes"]
+    for mode in ("default", "enabled", "disabled"):
+        status = post(rows, {"model": "plain", "input": "Hello", "thinking": mode}).status_code
+        assert status == (200 if mode in modes else 400)
+
+
+def test_an_array_of_texts_is_one_prompt(rows: LiveServer) -> None:
+    def prompt_tokens(given: Any) -> int:
+        body = {"model": "plain", "input": given, "decoding": {}}
+        return int(post(rows, body).json()["metrics"]["engine_prompt_tokens"])
+
+    assert prompt_tokens([{"type": "text", "text": "Hello "}, {"type": "text", "text": "there"}]) == prompt_tokens(
+        "Hello there"
+    )
+
+
+@pytest.mark.parametrize("detail", [{}, {"detail": "auto"}], ids=["a url", "a url and its detail"])
+def test_an_image_goes_to_a_model_that_declares_images_only(rows: LiveServer, detail: dict[str, str]) -> None:
+    items = [
+        {"type": "text", "text": "What does this menu say?"},
+        {"type": "image_url", "image_url": {"url": PICTURE} | detail},
+    ]
+    for where in ({"input": items}, {"messages": [{"role": "user", "content": items}]}):
+        assert is_pools(post(rows, {"model": "sees", **where}))
+        refused = post(rows, {"model": "plain", **where})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "modality_unsupported")
+
+
+def test_modalities_and_multi_turn_are_advertised_for_each_model(rows: LiveServer) -> None:
+    listed = {model["id"]: model["capabilities"] for model in admin(rows, "GET", "models").json()["data"]}
+    assert listed["plain"]["modalities"] == ["text"]
+    assert listed["sees"]["modalities"] == ["text", "image"]
+    for name in ("qwen2.5-vl-3b", SERVE):  # that of llama-server has no projector on this machine
+        assert (listed[name]["modalities"], listed[name]["multi_turn"]) == (["text", "image"], True)
+
+
+def test_replicas_are_one_model_with_one_row(rows: LiveServer) -> None:
+    listed = httpx.get(f"{rows.url}/v1/models").json()["data"]
+    assert sorted(model["id"] for model in listed) == ["plain", "sees", "twice"]
+    (row,) = [model for model in admin(rows, "GET", "models").json()["data"] if model["id"].startswith("twice")]
+    assert (row["replicas"]["wanted"], row["replicas"]["max"], len(row["replicas"]["items"])) == (2, 3, 2)
+    assert admin(rows, "POST", "models/twice/replicas", {"replicas": 4}).status_code == 400
+    assert {
+        post(rows, {"model": "twice", "input": str(number), "decoding": {}}).status_code for number in range(4)
+    } == {200}
+
+
+@pytest.mark.parametrize(
+    ("model", "fields"),
+    [
+        (
+            SERVER,
+            [
+                "llama_server_n_ctx",
+                "llama_server_image_max_tokens",
+                "llama_server_spec_type",
+                "llama_server_spec_draft_n_max",
+                "llama_server_spec_draft_p_min",
+            ],
+        ),
+        (
+            SERVE,
+            [
+                "vllm_max_model_len",
+                "vllm_kv_cache_dtype",
+                "vllm_kv_cache_memory_bytes",
+                "vllm_max_pixels",
+                "vllm_speculative_method",
+                "vllm_speculative_model",
+                "vllm_speculative_moe_backend",
+                "vllm_speculative_attention_backend",
+                "vllm_num_speculative_tokens",
+            ],
+        ),
+    ],
+    ids=["llama_server", "vllm_serve"],
+)
+def test_the_live_overrides_are_those_of_the_document(rows: LiveServer, model: str, fields: list[str]) -> None:
+    found = admin(rows, "GET", f"models/{model}").json()["load_constraints"]["overrides"]
+    assert list(found) == fields
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ({"llama_server_spec_draft_n_max": 7}, "llama_server_spec_draft_n_max"),
+        ({"llama_server_spec_draft_n_max": 0}, "llama_server_spec_draft_n_max"),
+        ({"llama_server_spec_draft_p_min": 1.5}, "llama_server_spec_draft_p_min"),
+        ({"model_path": "/models/other.gguf"}, "model_path"),
+        ({"llama_server_binary": "/bin/sh"}, "llama_server_binary"),
+        ({"llama_server_mmproj_path": "/models/other.gguf"}, "llama_server_mmproj_path"),
+        ({"llama_server_draft_model_path": "/models/other.gguf"}, "llama_server_draft_model_path"),
+        ({"llama_server_host": "0.0.0.0"}, "llama_server_host"),
+        ({"llama_server_port": 80}, "llama_server_port"),
+        ({"llama_server_library_path": ["/lib"]}, "llama_server_library_path"),
+        ({"llama_server_extra_args": ["--verbose"]}, "llama_server_extra_args"),
+    ],
+    ids=json.dumps,
+)
+def test_an_override_beyond_the_documents_constraints_is_refused(
+    rows: LiveServer, override: dict[str, Any], named: str
+) -> None:
+    refused = admin(rows, "POST", f"models/{SERVER}/load", override)
+    assert refused.status_code == 400
+    assert named in refused.json()["error"]["message"]
+
+
+def test_an_override_ends_with_the_next_unload_and_an_unknown_model_is_not_loaded(rows: LiveServer) -> None:
+    def window() -> Any:
+        return admin(rows, "GET", "models/off").json()["caches"]["off"]["window"]
+
+    before = window()
+    assert admin(rows, "POST", "models/off/load", {"n_ctx": 256}).status_code == 200
+    assert window() == 256
+    assert post(rows, SMALLEST | {"model": "off"}).status_code == 200
+    assert admin(rows, "POST", "models/off/unload").status_code == 200
+    assert window() == before
+    assert post(rows, SMALLEST | {"model": "off"}).json()["error"]["code"] == "model_not_loaded"
+    assert admin(rows, "POST", "models/nobody/load").status_code == 404
+
+
+def test_gpu_memory_has_an_estimate_of_each_model(documented: LiveServer) -> None:
+    found = admin(documented, "GET", "gpu-memory").json()
+    assert {GEMMA, QWEN, "some-gguf-model"} <= {model["id"] for model in found["models"]}
+
+
+# --- remote models ----------------------------------------------------------------------------------------------------
+
+
+async def test_a_remote_model_is_sent_four_decoding_fields_the_key_and_the_upstreams_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    settings = json.loads((ROOT / "tests/importing/sources/llm-pool/settings.json").read_text())
+    async with fake_upstream(Answer(body=chat_stream("From afar."))) as upstream:
+        remote = settings["engine"]["models"]["frontier-large"] | {"remote_base_url": f"{upstream.url}/v1"}
+        config = {"engine": {"models": {"frontier-large": remote | {"enabled": True}}}}
+        body = TRANSLATE | {"model": "frontier-large", "allow_remote": True, "thinking": "default"}
+        monkeypatch.setenv("EXAMPLE_API_KEY", "secret")
+        with live_server(config) as server:
+            refused = await asyncio.to_thread(post, server, body | {"allow_remote": False})
+            assert (refused.status_code, upstream.requests) == (403, [])
+            reply = await asyncio.to_thread(post, server, body)
+    assert reply.json()["output_text"] == "From afar."
+    (sent,) = upstream.requests
+    assert (sent.path, sent.headers["authorization"]) == ("/v1/chat/completions", "Bearer secret")
+    assert sent.body["model"] == "provider-model"
+    assert sent.body["thinking"] == {"type": "disabled"}
+    assert sent.body["messages"][0] == {"role": "system", "content": TRANSLATE["instructions"]}
+    assert (sent.body["temperature"], sent.body["top_p"]) == (0.1, 1.0)
+    assert 8 in (sent.body.get("max_tokens"), sent.body.get("max_completion_tokens"))
+    assert not sent.body.keys() & {"beam_size", "top_k", "repetition_penalty", "allow_remote", "decoding"}
+
+
+# --- the service: settings.json, local.json, uvicorn ------------------------------------------------------------------
+
+
+def test_uvicorn_serves_settings_json_with_local_json_over_it(tmp_path: Path) -> None:
+    """As the document starts it, with both files named by variables."""
+    definition = FAKE | {"enabled": False}
+    definition.pop("gguf_n_ctx")
+    base = {"service": {"log_level": "info"}, "engine": {"models": {"one": definition, "two": definition}}}
+    (tmp_path / "settings.json").write_text(json.dumps(base))
+    (tmp_path / "local.json").write_text('{"engine": {"models": {"two": {"enabled": true}}}}')
+    port = free_port()
+    command = [sys.executable, "-m", "uvicorn", "modelyard.app:create_app", "--factory", "--host", "127.0.0.1"]
+    variables = {
+        "LLM_POOL_SETTINGS_PATH": str(tmp_path / "settings.json"),
+        "LLM_POOL_LOCAL_SETTINGS_PATH": str(tmp_path / "local.json"),
+    }
+    url = f"http://127.0.0.1:{port}"
+
+    def listed() -> list[str]:
+        try:
+            return [model["id"] for model in httpx.get(f"{url}/v1/models").json()["data"]]
+        except httpx.TransportError:
+            return []
+
+    with process([*command, "--port", str(port)], tmp_path, HOME=str(tmp_path), **variables):
+        until(lambda: listed() == ["two"])
+        assert is_pools(httpx.post(f"{url}/v1/responses", json={"model": "two", "input": "Hello"}))
+    assert (tmp_path / "settings.json").read_text() == json.dumps(base), "the files are read, never written"
