@@ -31,11 +31,11 @@ from rich.table import Table
 
 from bench.report import console, machine, mark, show_notes
 from bench.servers import ROOT
-from modelyard.benchmark.statistics import Interval, ratio_interval
 from modelyard.config.load import load_config
 from modelyard.core.knobs import Goal
 from modelyard.library import default_model
 from modelyard.library.cache_dir import cache_dir
+from modelyard_bench.statistics import Interval, ratio_interval
 from modelyard_optimize import goals
 from modelyard_optimize.trial import Measurement, TrialJob, TrialLimits, run_trial
 from modelyard_optimize.tuned_model import single_model_config
@@ -132,6 +132,7 @@ def run_case(case: Case, budget: str, load: int, rounds: int) -> Result:
             verdict=report.get("verdict") or done.stderr[-500:],
             promised=msgspec.convert(report["ratio"], Interval) if report.get("ratio") else None,
         )
+        print(done.stderr, file=sys.stderr)
         if faults := tuple(write_back_faults(before, file, done.returncode)):
             return msgspec.structs.replace(result, faults=faults)
         (folder / "before.toml").write_text(before)
