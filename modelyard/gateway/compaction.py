@@ -12,24 +12,21 @@ A conversation that does not fit the window is summarised piece by piece, each w
 
 from __future__ import annotations
 
-import logging
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from hashlib import blake2b
-from typing import Any, Self
+from typing import Any
 
 import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from modelyard.core.errors import Cancelled, ContextOverflow, Internal, InvalidRequest, ModelyardError
+from modelyard.core.errors import ContextOverflow, InvalidRequest
 from modelyard.core.events import (
     BlockDelta,
     BlockEnd,
     BlockStart,
-    CacheReuse,
     Event,
-    Failed,
     Finished,
     ReplyBuilder,
     Started,
@@ -53,10 +50,8 @@ from modelyard.core.request import (
 from modelyard.gateway.prepare import Preparer
 from modelyard.gateway.prepared_request import CHARS_PER_TOKEN, PreparedRequest, estimated_tokens
 from modelyard.gateway.request_work import RequestWork
-from modelyard.gateway.stream import EventBatch, Stream
+from modelyard.gateway.stream import Stream, WrappingStream
 from modelyard.router.router import Target
-
-log = logging.getLogger("modelyard.gateway")
 
 _ASK = (
     "Summarize this conversation for an assistant that continues it and sees nothing else of it: the task, what the "
@@ -376,7 +371,7 @@ def _is_tight(prepared: PreparedRequest, target: Target) -> bool:
     return _tokens(prepared) + min(wanted, target.window // 8) > target.window
 
 
-class CompactingStream:
+class CompactingStream(WrappingStream):
     """The `Stream` of a request whose conversation is summarised first; `prepared` is what runs now."""
 
     def __init__(
@@ -386,48 +381,11 @@ class CompactingStream:
         compactor: Compactor,
         start: Callable[[PreparedRequest], Stream],
     ) -> None:
-        self.prepared, self._plan, self._compactor, self._start = prepared, plan, compactor, start
+        super().__init__(prepared)
+        self._plan, self._compactor, self._start = plan, compactor, start
         self._first, self._usage = prepared, Usage()
-        self._cancelled: ModelyardError | None = None
-        self._source: Stream | None = None
         if plan.pending or not plan.ends:  # raises at once where waiting would be in vain
             self._source = start(replace(prepared, compaction=None))
-        self._stream = self._run()
-
-    @property
-    def reuse(self) -> CacheReuse | None:
-        return None if self._source is None else self._source.reuse
-
-    @property
-    def ignored(self) -> tuple[str, ...]:
-        return () if self._source is None else self._source.ignored
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> EventBatch:
-        return 0, await self._stream.__anext__()
-
-    def cancel(self, reason: ModelyardError | None = None) -> None:
-        """Idempotent."""
-        if self._cancelled is None:
-            self._cancelled = reason or Cancelled("the client disconnected")
-            if self._source is not None:
-                self._source.cancel(reason)
-
-    def close(self) -> None:
-        if self._source is not None:
-            self._source.close()
-
-    async def _run(self) -> AsyncIterator[list[Event]]:
-        try:
-            async for events in self._events():
-                yield events
-        except ModelyardError as error:
-            yield [Failed(self._cancelled or error)]
-        except Exception as error:
-            log.exception("a conversation could not be summarised")
-            yield [Failed(Internal(f"{type(error).__name__} while a conversation was summarised"))]
 
     async def _events(self) -> AsyncIterator[list[Event]]:
         plan, first = self._plan, self._first
@@ -469,8 +427,7 @@ class CompactingStream:
         raise InvalidRequest(f"the conversation has more than {_MAX_PIECES} times the window", code="no_summary")
 
     def _start_next(self, prepared: PreparedRequest) -> Stream:
-        if self._cancelled is not None:
-            raise self._cancelled
+        self._check_cancelled()
         return self._start(prepared)
 
     async def _read(self) -> str:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Self
 from urllib.parse import quote
 
 from msgspec import Struct
@@ -33,12 +32,12 @@ from modelyard.core.errors import (
     Unsupported,
     with_message,
 )
-from modelyard.core.events import CacheReuse, Event, Failed, Measured, PromptRead, Started
+from modelyard.core.events import Event, Failed, Measured, PromptRead, Started
 from modelyard.core.request import Caller, Fallback, Request
 from modelyard.gateway.compaction import Compactor
 from modelyard.gateway.prepared_request import PreparedRequest
 from modelyard.gateway.request_work import RequestWork
-from modelyard.gateway.stream import EventBatch, Stream
+from modelyard.gateway.stream import EventBatch, Stream, WrappingStream
 from modelyard.gateway.tool_rounds import ToolRounds
 from modelyard.router.router import Target
 from modelyard.telemetry.history import SkippedModel
@@ -161,7 +160,7 @@ def _failed(
     return attempts
 
 
-class FallbackStream:
+class FallbackStream(WrappingStream):
     """The `Stream` of the model tried now; `prepared` is that model's."""
 
     def __init__(
@@ -171,24 +170,12 @@ class FallbackStream:
         preparer: Compactor,
         start: Callable[[PreparedRequest], Stream],
     ) -> None:
-        self.prepared, self._plan, self._preparer, self._start_model = prepared, plan, preparer, start
-        self._source: Stream | None = None
+        super().__init__(prepared)
+        self._plan, self._preparer, self._start_model = plan, preparer, start
         self._held: list[EventBatch] = []  # before the first token
         self._work: RequestWork | None = None
-        self._cancelled: ModelyardError | None = None
         self._settled = self._over = False
         self._start()
-
-    @property
-    def reuse(self) -> CacheReuse | None:
-        return None if self._source is None else self._source.reuse
-
-    @property
-    def ignored(self) -> tuple[str, ...]:
-        return () if self._source is None else self._source.ignored
-
-    def __aiter__(self) -> Self:
-        return self
 
     async def __anext__(self) -> EventBatch:
         if not self._settled:
@@ -222,15 +209,13 @@ class FallbackStream:
             self._settled = _has_output(events) or isinstance(last, Failed)
 
     async def _try_next(self) -> None:
-        if self._cancelled is not None:
-            raise self._cancelled
+        self._check_cancelled()
         plan, caller = self._plan, self.prepared.caller
         if not plan.targets:
             raise no_answer(plan.attempts)
         self._work = RequestWork(plan.size, caller.deadline)
         self.prepared = await _prepare_next(self._preparer, plan, caller, self._work)
-        if self._cancelled is not None:  # while it was prepared
-            raise self._cancelled
+        self._check_cancelled()  # while it was prepared
         self._plan = self.prepared.plan or plan
         self._start()
 
@@ -255,17 +240,13 @@ class FallbackStream:
 
     def cancel(self, reason: ModelyardError | None = None) -> None:
         """Idempotent. No other model is tried."""
-        if self._cancelled is None:
-            self._cancelled = reason or Cancelled("the client disconnected")
-            if self._work is not None:
-                self._work.cancel(self._cancelled)
-            if self._source is not None:
-                self._source.cancel(reason)
+        super().cancel(reason)
+        if self._work is not None:
+            self._work.cancel(self._cancelled)
 
     def close(self) -> None:
         self._over = True
-        if self._source is not None:
-            self._source.close()
+        super().close()
 
 
 def _has_output(events: Sequence[Event]) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from asyncio import Future
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Protocol, Self
 from weakref import WeakKeyDictionary
 
@@ -66,6 +66,65 @@ class Stream(Protocol):
     def cancel(self, reason: ModelyardError | None = None) -> None: ...
 
     def close(self) -> None: ...
+
+
+class WrappingStream:
+    """Base of the streams that read others, one after the other: `_source` is the one that runs now. `_events` gives
+    the events of one choice; whatever it raises becomes Failed."""
+
+    def __init__(self, prepared: PreparedRequest) -> None:
+        self.prepared = prepared
+        self._source: Stream | None = None
+        self._cancelled: ModelyardError | None = None
+        self._batches = self._run()
+
+    @property
+    def reuse(self) -> CacheReuse | None:
+        return None if self._source is None else self._source.reuse
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        return () if self._source is None else self._source.ignored
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> EventBatch:
+        return 0, await self._batches.__anext__()
+
+    def cancel(self, reason: ModelyardError | None = None) -> None:
+        """Idempotent. The reader gets Failed next."""
+        if self._cancelled is None:
+            self._cancelled = reason or Cancelled("the client disconnected")
+            if self._source is not None:
+                self._source.cancel(reason)
+
+    def close(self) -> None:
+        if self._source is not None:
+            self._source.close()
+
+    def _check_cancelled(self) -> None:
+        if self._cancelled is not None:
+            raise self._cancelled
+
+    async def _run(self) -> AsyncIterator[list[Event]]:
+        try:
+            async for events in self._events():
+                if isinstance(last := events[-1], Finished | Failed):
+                    events[-1] = self._end(last)
+                yield events
+        except ModelyardError as error:
+            yield [self._end(Failed(self._cancelled or error))]
+        except Exception as error:
+            log.exception("%s failed", type(self).__name__)
+            yield [self._end(Failed(Internal(f"{type(error).__name__} between two generations")))]
+
+    def _events(self) -> AsyncIterator[list[Event]]:
+        raise NotImplementedError
+
+    def _end(self, last: Finished | Failed) -> Finished | Failed:
+        """The last event as the reader gets it."""
+        return last
 
 
 class NewestStarts:

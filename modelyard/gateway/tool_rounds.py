@@ -17,12 +17,12 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from typing import Any, Self
+from typing import Any
 
 import msgspec
 from msgspec.structs import replace
 
-from modelyard.core.errors import Cancelled, ContextOverflow, Internal, ModelyardError
+from modelyard.core.errors import Cancelled, ContextOverflow, ModelyardError
 from modelyard.core.events import (
     Block,
     BlockDelta,
@@ -52,7 +52,7 @@ from modelyard.core.request import (
 from modelyard.gateway.prepare import Preparer
 from modelyard.gateway.prepared_request import PreparedRequest
 from modelyard.gateway.server_tools import ServerTool, ServerTools
-from modelyard.gateway.stream import EventBatch, Stream, StreamServices
+from modelyard.gateway.stream import Stream, StreamServices, WrappingStream
 from modelyard.gateway.tool_search import ToolSearch
 from modelyard.mcp.connection import McpResult, failed_call
 from modelyard.prompt.images import check_data
@@ -65,7 +65,7 @@ _decode = msgspec.json.Decoder().decode
 _PARAGRAPH = "\n\n"  # between the texts of two rounds, for a client that sees one answer
 
 
-class ToolRounds:
+class ToolRounds(WrappingStream):
     """A `Stream` of one generation after the other, with the results of tools between them."""
 
     def __init__(
@@ -77,20 +77,26 @@ class ToolRounds:
         services: StreamServices,
         on_close: Callable[[ToolRounds], None],
     ) -> None:
-        self.prepared, self.tools = prepared, tools
+        super().__init__(prepared)
+        self.tools = tools
         self._preparer, self._generate, self._services, self._on_close = preparer, generate, services, on_close
         self._request = prepared.request
-        self._cancelled: ModelyardError | None = None
         self._calls: set[asyncio.Task[McpResult]] = set()
-        self._source: Stream | None = None if tools.approved else generate(prepared)
+        self._source = None if tools.approved else generate(prepared)
         self._output = _Output(tools)
         self._usage, self._timings = Usage(), Timings()
         self._recorded = False
         self._made = 0  # calls so far
-        self.reuse: CacheReuse | None = None
-        self.ignored: tuple[str, ...] = ()
+        self._first: Stream | None = None  # of all rounds, the one that the reply's headers tell of
         self.running_tools: tuple[str, ...] = ()
-        self._stream = self._run()
+
+    @property
+    def reuse(self) -> CacheReuse | None:
+        return None if self._first is None else self._first.reuse
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        return () if self._first is None else self._first.ignored
 
     @property
     def usage(self) -> Usage:
@@ -115,45 +121,23 @@ class ToolRounds:
             since=prepared.created,
         )
 
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> EventBatch:
-        return 0, await self._stream.__anext__()
-
     def cancel(self, reason: ModelyardError | None = None) -> None:
         """Idempotent. The reader gets Failed next: also while a tool runs, whose server is told."""
-        if self._cancelled is None:
-            self._cancelled = reason or Cancelled("the client disconnected")
-            if self._source is not None:
-                self._source.cancel(reason)
-            for call in self._calls:
-                call.cancel()
+        super().cancel(reason)
+        for call in self._calls:
+            call.cancel()
 
     def close(self) -> None:
-        if self._source is not None:
-            self._source.close()
+        super().close()
         for call in self._calls:
             call.cancel()
         self._on_close(self)
         if not self._recorded:
-            self._record(Failed(self._cancelled or Cancelled("the client disconnected")))
+            self._end(Failed(self._cancelled or Cancelled("the client disconnected")))
 
     # --- the rounds -------------------------------------------------------------------------------------------------
 
-    async def _run(self) -> AsyncIterator[list[Event]]:
-        try:
-            async for events in self._rounds():
-                if isinstance(last := events[-1], Finished | Failed):
-                    events[-1] = self._record(last)
-                yield events
-        except ModelyardError as error:
-            yield [self._record(Failed(error))]
-        except Exception as error:
-            log.exception("a request with tools failed")
-            yield [self._record(Failed(Internal(f"{type(error).__name__} between two rounds")))]
-
-    async def _rounds(self) -> AsyncIterator[list[Event]]:
+    async def _events(self) -> AsyncIterator[list[Event]]:
         if self.tools.approved:
             yield self._output.start(self.prepared)
             async for events in self._run_approved():
@@ -223,7 +207,7 @@ class ToolRounds:
         try:
             async for _, events in source:
                 if self.reuse is None:
-                    self.reuse, self.ignored = source.reuse, source.ignored
+                    self._first = source
                 if isinstance(last := events[-1], Failed):
                     raise last.error
                 turn.feed(events)
@@ -235,10 +219,6 @@ class ToolRounds:
             self._usage = _sum(self._usage, turn.finished.usage)
             self._timings = _add(self._timings, turn.finished.timings)
             self._output.end_round()
-
-    def _check_cancelled(self) -> None:
-        if self._cancelled is not None:
-            raise self._cancelled
 
     def _last(self, finished: Finished) -> Finished:
         return replace(finished, usage=self._usage, timings=self._timings)
@@ -325,7 +305,7 @@ class ToolRounds:
 
     # --- the record -------------------------------------------------------------------------------------------------
 
-    def _record(self, last: Finished | Failed) -> Finished | Failed:
+    def _end(self, last: Finished | Failed) -> Finished | Failed:
         """One record for all rounds."""
         self._recorded = True
         prepared, tools, caller = self.prepared, self.tools, self.prepared.caller
