@@ -29,7 +29,8 @@ def test_the_package_tree_in_the_page_is_current() -> None:
 
 def test_every_module_has_a_docstring() -> None:
     tree = load_tree()
-    without = [str(p.relative_to(ROOT)) for p in tree.PACKAGE.rglob("*.py") if not tree.first_line(p)]
+    files = [*tree.PACKAGE.rglob("*.py"), *tree.PLUGINS.rglob("*.py")]
+    without = [str(p.relative_to(ROOT)) for p in files if not tree.first_line(p)]
     assert without == []
 
 

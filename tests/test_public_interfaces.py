@@ -1,4 +1,4 @@
-"""The package uses no private name of another distribution or of Python's library, and replaces nothing in one.
+"""The package and its plug-ins use no private name of another distribution or of Python's library, and replace nothing.
 
 A private name is one with a leading underscore. Three things are looked at: the source (imports, attributes, module
 names in strings, assignments to what another module owns), the classes with a foreign base (what they override, and
@@ -23,7 +23,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 OWN = "modelyard"
-FILES = sorted((ROOT / OWN).rglob("*.py"))
+PLUGINS = ROOT / "plugins"
+FILES = sorted([*(ROOT / OWN).rglob("*.py"), *PLUGINS.rglob("*.py")])
 FOREIGN = frozenset(packages_distributions()) | sys.stdlib_module_names
 # Public all the same: their documentation names them.
 DOCUMENTED = frozenset(
@@ -45,9 +46,13 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__") and name.strip("_") != "" and name not in DOCUMENTED
 
 
+def is_own(module: str) -> bool:
+    return module.split(".")[0] == OWN or module.startswith(f"{OWN}_")
+
+
 def is_private_module(name: str) -> bool:
     first, *rest = name.split(".")
-    return first in FOREIGN and first != OWN and any(map(is_private, [first, *rest]))
+    return first in FOREIGN and not is_own(first) and any(map(is_private, [first, *rest]))
 
 
 # --- the source -------------------------------------------------------------------------------------------------------
@@ -60,7 +65,7 @@ def found_in_source(text: str) -> Iterator[tuple[int, str]]:
         match node:
             case ast.Import(names=names):
                 yield from ((node.lineno, one.name) for one in names if is_private_module(one.name))
-            case ast.ImportFrom(module=str(module), names=names, level=0) if module.split(".")[0] != OWN:
+            case ast.ImportFrom(module=str(module), names=names, level=0) if not is_own(module):
                 for one in names:
                     if is_private_module(module) or is_private(one.name):
                         yield node.lineno, f"{module}.{one.name}"
@@ -101,8 +106,8 @@ def of_another_instance(tree: ast.Module) -> Iterator[ast.Attribute]:
 def foreign_names(tree: ast.Module) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from ((one.asname or one.name).split(".")[0] for one in node.names if one.name.split(".")[0] != OWN)
-        elif isinstance(node, ast.ImportFrom) and not node.level and str(node.module).split(".")[0] != OWN:
+            yield from ((one.asname or one.name).split(".")[0] for one in node.names if not is_own(one.name))
+        elif isinstance(node, ast.ImportFrom) and not node.level and not is_own(str(node.module)):
             yield from (one.asname or one.name for one in node.names)
 
 
@@ -118,18 +123,14 @@ def replaced(targets: list[ast.expr], foreign: set[str]) -> Iterator[str]:
 def found_in_class(cls: type) -> Iterator[str]:
     """Private names of a foreign base that the class defines or uses."""
     line = cls.__mro__
-    own = [base for base in line if package_of(base) == OWN]
+    own = [base for base in line if is_own(base.__module__)]
     inherited = {name for base in line if base not in own for name in names_of(base)[0]}
     defined = {name for base in own for name in names_of(base)[0]}
     for name in sorted(names_of(cls)[0] & inherited):
         yield f"{cls.__qualname__}.{name} replaces one of a foreign base"
-    if inherited or any(package_of(base) not in (OWN, "builtins", "typing") for base in line):
+    if inherited or any(not is_own(base.__module__) and base.__module__ not in ("builtins", "typing") for base in line):
         for name in sorted(names_of(cls)[1] - defined):
             yield f"{cls.__qualname__} reads {name}, which a foreign base defines"
-
-
-def package_of(cls: type) -> str:
-    return cls.__module__.split(".")[0]
 
 
 @cache
@@ -159,14 +160,20 @@ def classes_of(file: Path) -> Iterator[type]:
     names = [node.name for node in ast.parse(file.read_text()).body if isinstance(node, ast.ClassDef)]
     if not names:
         return
-    module: Any = importlib.import_module(".".join(file.relative_to(ROOT).with_suffix("").parts))
+    at = file.relative_to(PLUGINS if file.is_relative_to(PLUGINS) else ROOT)
+    try:
+        module: Any = importlib.import_module(".".join(at.with_suffix("").parts))
+    except ModuleNotFoundError:  # a plug-in's library is not installed: its source alone is looked at
+        if not file.is_relative_to(PLUGINS):
+            raise
+        return
     yield from (cls for name in names if isinstance(cls := getattr(module, name), type))
 
 
 # --- tests ------------------------------------------------------------------------------------------------------------
 
 
-def test_the_package_touches_no_private_name_of_another_distribution() -> None:
+def test_the_package_and_its_plugins_touch_no_private_name_of_another_distribution() -> None:
     found = [
         f"{file.relative_to(ROOT)}:{line}: {what}" for file in FILES for line, what in found_in_source(file.read_text())
     ]
