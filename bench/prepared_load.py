@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import re
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from itertools import count
 from pathlib import Path
@@ -90,7 +92,8 @@ def token_times(response: HttpResponse) -> list[float]:
 
 
 class LoadJob(Struct, frozen=True, kw_only=True):
-    """A round of one prepared request, run by another process. It ends with the requests that are then in flight."""
+    """A round of one prepared request, run by another process. It ends with the requests that are then in flight.
+    `start_at`, a time of `time.time`, lets several processes begin together."""
 
     url: str
     body: str
@@ -99,8 +102,10 @@ class LoadJob(Struct, frozen=True, kw_only=True):
     seconds: float = 0.0
     ramp_s: float = 0.0
     limit_s: float = 60.0
+    start_at: float = 0.0
 
     async def run(self) -> Round:
+        await asyncio.sleep(max(0.0, self.start_at - time.time()))
         async with RequestTarget(self.url, self.body, key=self.key, limit_s=self.limit_s) as target:
             length = RoundLength(seconds=self.seconds)
             return await LoadGenerator(target, None, length, streams=self.streams, ramp_s=self.ramp_s).run()

@@ -1,12 +1,12 @@
 """Writes a Llama with random weights of Q8_0, dense or with experts: for measurements where no model can be fetched.
 
-    python -m bench.random_model FILE [--size 0.2b|8b|moe] [--spread N]
+    python -m bench.random_model FILE [--size 0.2b|8b|moe] [--spread N] [--vocabulary GGUF]
 
-It has no vocabulary: ids go in and ids come out. The weights are one random page, repeated: speed does not depend on
-them, and eight billion of them take seconds. Only the speed of sampling depends on the logits. Without `--spread` all
-tokens are nearly equally likely. With it every 64th token has logits of this standard deviation, and the others of half
-of it: with 6 the tokens that have 95 % of the probability are 2 to 38 (10th and 90th percentile), and the 48 most
-likely ones have 98.6 % of it in the middle; SmolLM2-135M has 1 to 120 and 99.1 %.
+Without `--vocabulary` it has none: ids go in and ids come out. The weights are one random page, repeated: speed does
+not depend on them, and eight billion of them take seconds. Only the speed of sampling depends on the logits. Without
+`--spread` all tokens are nearly equally likely. With it every 64th token has logits of this standard deviation, and the
+others of half of it: with 6 the tokens that have 95 % of the probability are 2 to 38 (10th and 90th percentile), and
+the 48 most likely ones have 98.6 % of it in the middle; SmolLM2-135M has 1 to 120 and 99.1 %.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ import argparse
 import struct
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from msgspec import Struct
 
 from modelyard.core.units import format_size
+from modelyard.library.gguf import read_contents
 
 _F32, _Q8_0, _BLOCK, _ALIGN = 0, 8, 34, 32  # ggml's types; the bytes of 32 weights
 _PAGE = 1 << 20  # blocks
@@ -38,6 +40,7 @@ class Dimensions(Struct, frozen=True):
 
 
 SIZES = {
+    "tiny": Dimensions(2, 256, 4, 4, 512, 128_256),
     "0.2b": Dimensions(12, 1024, 16, 16, 2816, 32_000),
     "8b": Dimensions(32, 4096, 32, 8, 14_336, 128_256),
     "moe": Dimensions(24, 2048, 16, 4, 1024, 32_000, experts=64),
@@ -70,7 +73,8 @@ def tensors(size: Dimensions) -> Shapes:
     return found
 
 
-def facts(size: Dimensions) -> dict[str, str | int | float]:
+def facts(size: Dimensions, vocabulary: Path | None = None) -> dict[str, Any]:
+    """The metadata. A vocabulary that is smaller than the model's is filled up with words that are not used."""
     numbers: dict[str, int | float] = {
         "context_length": 32_768,
         "embedding_length": size.width,
@@ -84,13 +88,24 @@ def facts(size: Dimensions) -> dict[str, str | int | float]:
     }
     if size.experts:
         numbers |= {"expert_count": size.experts, "expert_used_count": 4, "expert_feed_forward_length": size.inner}
-    names = {"general.architecture": "llama", "tokenizer.ggml.model": "no_vocab"}
-    return names | {f"llama.{key}": value for key, value in numbers.items()}
+    found: dict[str, Any] = {"general.architecture": "llama"}
+    if vocabulary is None:
+        found["tokenizer.ggml.model"] = "no_vocab"
+    else:
+        contents = read_contents(vocabulary)[0]
+        found |= {key: value for key, value in contents.items() if key.startswith("tokenizer.")}
+        words = found["tokenizer.ggml.tokens"]
+        unused = size.vocab - len(words)
+        if unused < 0:
+            raise SystemExit(f"{vocabulary} has {len(words):,} tokens and the model {size.vocab:,}")
+        found["tokenizer.ggml.tokens"] = [*words, *(f"<unused{number}>" for number in range(unused))]
+        found["tokenizer.ggml.token_type"] = [*found["tokenizer.ggml.token_type"], *[5] * unused]
+    return found | {f"llama.{key}": value for key, value in numbers.items()}
 
 
-def write(file: Path, size: Dimensions, spread: float | None = None) -> None:
+def write(file: Path, size: Dimensions, spread: float | None = None, vocabulary: Path | None = None) -> None:
     """As a GGUF file, version 3."""
-    shapes, values = tensors(size), facts(size)
+    shapes, values = tensors(size), facts(size, vocabulary)
     page = _page(np.random.default_rng(1))
     head = b"GGUF" + struct.pack("<IQQ", 3, len(shapes), len(values))
     head += b"".join(_string(key) + _value(value) for key, value in values.items())
@@ -156,13 +171,28 @@ def _padded(size: int) -> int:
 
 
 def _string(text: str) -> bytes:
-    return struct.pack("<Q", len(text)) + text.encode()
+    data = text.encode()
+    return struct.pack("<Q", len(data)) + data
 
 
-def _value(value: str | int | float) -> bytes:
+def _value(value: Any) -> bytes:
+    kind, data = _typed(value)
+    return struct.pack("<I", kind) + data
+
+
+def _typed(value: Any) -> tuple[int, bytes]:
+    """The type's number, and the value. The elements of a list have the type of the first; integers are signed there,
+    as llama.cpp wants those of a vocabulary."""
+    if isinstance(value, list):
+        kinds = {str: 8, int: 5, float: 6}
+        kind = kinds[type(value[0])]
+        items = b"".join(map(_string, value)) if kind == 8 else struct.pack(f"<{len(value)}{'if'[kind - 5]}", *value)
+        return 9, struct.pack("<IQ", kind, len(value)) + items
     if isinstance(value, str):
-        return struct.pack("<I", 8) + _string(value)
-    return struct.pack("<II", 4, value) if isinstance(value, int) else struct.pack("<If", 6, value)
+        return 8, _string(value)
+    if isinstance(value, bool):
+        return 7, struct.pack("<?", value)
+    return (4, struct.pack("<I", value)) if isinstance(value, int) else (6, struct.pack("<f", value))
 
 
 def main() -> None:
@@ -170,8 +200,9 @@ def main() -> None:
     parser.add_argument("file", type=Path)
     parser.add_argument("--size", choices=SIZES, default="0.2b")
     parser.add_argument("--spread", type=float, help="standard deviation of the logits of likely tokens")
+    parser.add_argument("--vocabulary", type=Path, help="a GGUF file whose tokenizer the model gets")
     options = parser.parse_args()
-    write(options.file, SIZES[options.size], options.spread)
+    write(options.file, SIZES[options.size], options.spread, options.vocabulary)
     print(f"{options.file}: {format_size(options.file.stat().st_size)}")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -34,6 +35,7 @@ Body = Annotated[str | None, typer.Option(help="JSON fields for every request, s
 Seed = Annotated[int | None, typer.Option(help="Seed of the prompts; default: new in every run.")]
 ImageFolder = Annotated[Path | None, typer.Option("--images", help="Instead: a folder of images for one prompt.")]
 PromptFile = Annotated[Path | None, typer.Option(help="For --images: the prompt; default: transcribe the document.")]
+Gpu = Annotated[list[Path] | None, typer.Option(help="Instead: a GGUF file, or a folder for vLLM, in 1 to 64 streams.")]
 # The length of the run.
 Requests = Annotated[int | None, typer.Option(min=1, help="Requests in one round.")]
 Duration = Annotated[str | None, typer.Option(help="Instead: how long a round lasts, such as 30s.")]
@@ -68,31 +70,36 @@ def bench(
     plot: Plot = None,
     images: ImageFolder = None,
     prompt_file: PromptFile = None,
+    gpu: Gpu = None,
 ) -> None:
     """Measure a model or a server: time to first token, time per token, tokens per second, at given concurrency.
 
+        \b
+        [bold]A model of a configuration[/bold], its engine in this process or a server of its own:
+          modelyard bench
+          modelyard bench --config modelyard.toml --model qwen -c 1,4
+          modelyard bench --config modelyard.toml --model qwen --workload agent --http
+        \b
+        [bold]Any server[/bold] with OpenAI's chat completions:
+          modelyard bench --url http://127.0.0.1:8000 --model qwen --key $KEY -c 1,8,32 --duration 30s
+        \b
+        [bold]Two of them in one run[/bold], in interleaved rounds; a difference counts only beyond the noise:
+          modelyard bench --url http://127.0.0.1:8000 --url http://127.0.0.1:8080 --workload batch
+          modelyard bench --config old.toml --config new.toml --rounds 10
+        \b
+        [bold]Images[/bold], each for the first time and again:
+          modelyard bench --url http://127.0.0.1:8000 --model eyes --images scans/
     \b
-    [bold]A model of a configuration[/bold], its engine in this process or a server of its own:
-      modelyard bench
-      modelyard bench --config modelyard.toml --model qwen -c 1,4
-      modelyard bench --config modelyard.toml --model qwen --workload agent --http
-    \b
-    [bold]Any server[/bold] with OpenAI's chat completions:
-      modelyard bench --url http://127.0.0.1:8000 --model qwen --key $KEY -c 1,8,32 --duration 30s
-    \b
-    [bold]Two of them in one run[/bold], in interleaved rounds; a difference counts only beyond the noise:
-      modelyard bench --url http://127.0.0.1:8000 --url http://127.0.0.1:8080 --workload batch
-      modelyard bench --config old.toml --config new.toml --rounds 10
-    \b
-    [bold]Images[/bold], each for the first time and again:
-      modelyard bench --url http://127.0.0.1:8000 --model eyes --images scans/
-    \b
-    [bold]For programs and papers[/bold]:
-      modelyard bench --json > run.json
-      modelyard bench -c 1,2,4 --plot run.svg
+    [bold]Many streams[/bold] on a GPU, beside llama-server (a GGUF file) or vLLM (a folder), all started here:
+      modelyard bench --gpu model.gguf
+      modelyard bench --gpu model.gguf --gpu folder/ -c 1,8,64 --rounds 3 --json > run.json
+        \b
+        [bold]For programs and papers[/bold]:
+          modelyard bench --json > run.json
+          modelyard bench -c 1,2,4 --plot run.svg
 
-    Every round has new prompts, so that no cache holds them; --seed repeats them. Ctrl-C ends the run and prints what
-    it has measured. The exit code is 1 if no request succeeded.
+        Every round has new prompts, so that no cache holds them; --seed repeats them. Ctrl-C ends the run and prints
+        what it has measured. The exit code is 1 if no request succeeded.
     """
     from msgspec.json import encode, format
 
@@ -119,6 +126,10 @@ def bench(
         limit=limit,
         body=body,
     )
+    if gpu:
+        from modelyard_bench.gpu.command import bench_gpu
+
+        raise typer.Exit(run_or_exit(partial(bench_gpu, options, gpu, as_json=json, out=out, err=err)))
     if images is not None:
         raise typer.Exit(_bench_documents(replace(options, http=True), images, prompt_file, as_json=json))
     if plot is not None:

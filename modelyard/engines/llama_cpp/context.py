@@ -33,6 +33,7 @@ from modelyard.engines.llama_cpp.batch import (
 from modelyard.engines.llama_cpp.binding import lib, short, waiting
 from modelyard.engines.llama_cpp.graph_sampler import GraphSampler
 from modelyard.engines.llama_cpp.job import LlamaCppJob, StepOutput
+from modelyard.engines.llama_cpp.logit_columns import best_tokens
 from modelyard.engines.llama_cpp.logits import logits_row, logits_rows, token_logprob
 from modelyard.engines.llama_cpp.media import MediaEncoder, Vectors
 from modelyard.engines.llama_cpp.mtp import MtpHead
@@ -238,8 +239,7 @@ class LlamaContext:
             return [graph.sample(sequence, row) for row, sequence in enumerate(batch.by_sequence)]
         rows = logits_rows(logits, len(batch), self._n_vocab)
         if batch.is_greedy:
-            best: list[int] = rows.argmax(1).tolist()
-            return best
+            return best_tokens(rows)
         if batch.sampler is not None:
             return batch.sampler.sample(rows)
         return [job.sampler.sample(self._raw, row, rows[row]) for row, job in enumerate(batch.jobs)]

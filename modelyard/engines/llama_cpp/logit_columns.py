@@ -3,8 +3,8 @@
 A row is laid out in `_LINES` lines: tokens at the same place of all lines are a column. numpy finds the maxima of the
 columns nearly as fast as it reads the logits, and only the columns with the highest maxima are searched. Likely tokens
 are often neighbours, and neighbours are in different columns. Longer columns make the search slow, because each token
-of a column is in another cache line; shorter ones the pass, because it writes more maxima. Threads for parts of the
-rows made it slower on a machine with 16 cores: waking them takes longer than the search.
+of a column is in another cache line; shorter ones the pass, because it writes more maxima. Threads share the rows only
+where they are so many that waking the threads takes less time than they save (`for_rows`): with eight rows it does not.
 
 numpy takes longer to be called than for most of the work here, so there are few calls, and methods of arrays and
 ufuncs rather than functions that are written in Python.
@@ -12,11 +12,15 @@ ufuncs rather than functions that are written in Python.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, lru_cache
 
 import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
+
+from modelyard.library import cores
 
 Row = npt.NDArray[np.float32]
 Rows = npt.NDArray[np.float32]  # two dimensions
@@ -25,6 +29,45 @@ TokenIds = npt.NDArray[np.intp]
 LINES, GROUP = 32, 8
 _MIN_VOCAB = 8192  # below it the last line would not fit
 _LOWEST = np.float32(-1e30)  # logits below it are of impossible tokens, which never count
+_SHARE = 1 << 20  # logits for which waking a thread pays: 2 to 3 ms of searching among all rows
+_MOST_THREADS = 8
+
+
+@cache
+def _threads() -> tuple[int, ThreadPoolExecutor]:
+    """How many share the rows: half of the cores, because other contexts, the gateway and llama.cpp use some, too."""
+    count = max(1, min(_MOST_THREADS, cores.physical() // 2))
+    return count, ThreadPoolExecutor(max(1, count - 1), "logits")
+
+
+def for_rows(rows: int, logits: int, function: Callable[[slice], None]) -> None:
+    """Calls the function with parts of so many rows, which have so many logits in all: at once, in several threads, if
+    that pays. numpy does not hold the GIL in a pass over many numbers."""
+    parts = min(rows, logits // _SHARE)
+    if parts > 2:
+        count, pool = _threads()
+        parts = min(parts, count)
+    if parts <= 2:
+        function(slice(0, rows))
+        return
+    borders = [rows * at // parts for at in range(parts + 1)]
+    first, *others = map(slice, borders[:-1], borders[1:])
+    waiting = [pool.submit(function, other) for other in others]
+    function(first)
+    for each in waiting:
+        each.result()
+
+
+def best_tokens(rows: Rows) -> list[int]:
+    """The most likely token of each row."""
+    best = np.empty(len(rows), np.intp)
+
+    def find(part: slice) -> None:
+        rows[part].argmax(1, out=best[part])
+
+    for_rows(len(rows), rows.size, find)
+    found: list[int] = best.tolist()
+    return found
 
 
 class Columns(Struct, frozen=True):
@@ -39,10 +82,14 @@ class Columns(Struct, frozen=True):
 
     def maxima(self, rows: Rows, out: Rows) -> None:
         """Of each column."""
-        np.maximum.reduce(self._whole_lines(rows), axis=1, out=out)
-        if self.short:
-            last = out[:, self.short :]
-            np.maximum(last, rows[:, self.vocab - last.shape[1] :], out=last)
+
+        def find(part: slice) -> None:
+            np.maximum.reduce(self._whole_lines(rows[part]), axis=1, out=out[part])
+            if self.short:
+                last = out[part, self.short :]
+                np.maximum(last, rows[part, self.vocab - last.shape[1] :], out=last)
+
+        for_rows(len(rows), rows.size, find)
 
     def logits(self, rows: Rows, owners: TokenIds, columns: TokenIds) -> Rows:
         """Of columns of rows: column × line. Without an array of all their places, which is so large that memory for it

@@ -38,6 +38,7 @@ from modelyard.engines.llama_cpp.logit_columns import (
     TokenIds,
     TopTokens,
     columns_of,
+    for_rows,
 )
 from modelyard.engines.llama_cpp.logits import logit_processor, logits_row
 from modelyard.engines.llama_cpp.sampler_chain import (
@@ -232,6 +233,19 @@ def nucleus(row: Row, share: float) -> TokenIds:
     return ids[: int(sums.searchsorted(target)) + 1]
 
 
+def share_above(row: Row, best: np.float32, logit: np.float32) -> float:
+    """The probability of the tokens above this logit, by the weights of all tokens. Where a weight counts is not
+    decided for each alone: all but those above are raised to the limit, and that is taken off again."""
+    total = above = 0.0
+    limit = np.exp(logit - best)
+    for start in range(0, len(row), _PART):
+        weights = row[start : start + _PART] - best
+        total += float(np.exp(weights, out=weights).sum())
+        below = len(weights) - np.count_nonzero(weights > limit)
+        above += float(np.maximum(weights, limit, out=weights).sum()) - below * float(limit)
+    return above / total
+
+
 def total_weight(row: Row, best: np.float32) -> float:
     """By parts, because new memory of the size of a row takes as long as the work."""
     total = 0.0
@@ -292,7 +306,6 @@ class BatchSampler:
         self._random = np.random.default_rng() if self._open else None
         self._layout: Columns | None = None
         self._next: Numbers | None = None
-        self._memory, self._is_above = np.empty(0, np.float32), np.empty(0, np.bool_)  # for a whole row
 
     def sample(self, rows: Rows) -> list[int]:
         tokens = [-1] * len(rows)
@@ -391,19 +404,15 @@ class BatchSampler:
         above, least = boxes.weights_above(lines, logits)
         is_inside = above < self._top_p[lines] * least
         is_inside &= logits >= boxes.top.bounds[lines]
-        for at in (is_accepted > is_inside).nonzero()[0].tolist():
-            share = self._top_p[lines[at]]
-            is_accepted[at] = share >= 1 or self._share_above(boxes, lines[at], logits[at]) < share
+        unknown = (is_accepted > is_inside).nonzero()[0]
 
-    def _share_above(self, boxes: Boxes, line: int, logit: np.float32) -> float:
-        """The probability of the tokens above this one, by the weights of all tokens of the row."""
-        row = boxes.rows[line]
-        if len(self._memory) != len(row):
-            self._memory, self._is_above = np.empty_like(row), np.empty(len(row), np.bool_)
-        weights = np.subtract(row, boxes.best[line], out=self._memory)
-        np.exp(weights, out=weights)
-        np.greater(row, logit, out=self._is_above)
-        return float(weights[self._is_above].sum()) / _sum(weights)
+        def decide(part: slice) -> None:
+            for at in unknown[part].tolist():
+                line, share = lines[at], self._top_p[lines[at]]
+                is_accepted[at] = share >= 1 or share_above(boxes.rows[line], boxes.best[line], logits[at]) < share
+
+        # Such a row takes as long as a pass over several.
+        for_rows(len(unknown), 8 * len(unknown) * boxes.rows.shape[1], decide)
 
 
 class Numbers:
@@ -492,9 +501,3 @@ class Boxes:
         least = np.add.reduceat(weights, starts)
         weights *= top.logits > limits[top.lines]
         return np.add.reduceat(weights, starts)[lines], least[lines]
-
-
-def _sum(weights: Row) -> float:
-    """Of a whole row. numpy adds rows of a table faster than the numbers of one."""
-    whole = len(weights) // LINES * LINES
-    return float(np.add.reduce(weights[:whole].reshape(LINES, -1), axis=0).sum()) + float(weights[whole:].sum())

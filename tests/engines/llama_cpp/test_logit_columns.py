@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 
+from modelyard.engines.llama_cpp import logit_columns
 from modelyard.engines.llama_cpp.logit_columns import ColumnSearch, Rows, columns_of
 
 
@@ -70,3 +73,19 @@ def test_a_row_that_is_not_finite_does_not_affect_others(broken: float) -> None:
     top = ColumnSearch().find(rows, 40)
     for line in (0, 1, 3, 4):
         assert set(np.argsort(-rows[line])[:40]) <= set(top.ids[top.lines == line])
+
+
+def test_threads_that_share_the_rows_find_what_one_finds(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = logits(9_001, rows=40)
+    alone = ColumnSearch().find(rows, 40)
+    with ThreadPoolExecutor(3) as pool:
+        monkeypatch.setattr(logit_columns, "_SHARE", 9_001)
+        monkeypatch.setattr(logit_columns, "_threads", lambda: (4, pool))
+        shared = ColumnSearch().find(rows, 40)
+        assert logit_columns.best_tokens(rows) == rows.argmax(1).tolist()
+        parts: list[slice] = []
+        logit_columns.for_rows(40, rows.size, parts.append)
+    assert (shared.ids == alone.ids).all()
+    assert (shared.lines == alone.lines).all()
+    assert sorted(range(40)) == sorted(row for part in parts for row in range(40)[part])
+    assert len(parts) == 4
