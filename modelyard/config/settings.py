@@ -106,11 +106,13 @@ class Config(BaseModel):
         )
 
     def _find_unnamed_model(self) -> str | None:
-        """Of the models of this machine that are loaded at the start, the first that can chat; else the only one."""
+        """The only model of this machine, or that is loaded at the start; of several such, the only one that can chat.
+        None: a request has to name one."""
         local = [name for name, model in self.models.items() if not plugins.is_remote_engine(model.backend)]
-        loaded = [name for name in local if self.models[name].enabled is not False] or local[: len(local) == 1]
-        first = loaded[0] if loaded else None
-        return next((name for name in loaded if can_chat(name, self.models[name])), first) if loaded[1:] else first
+        found = [name for name in local if self.models[name].enabled is not False] or local
+        if found[1:]:
+            found = [name for name in found if can_chat(name, self.models[name])]
+        return found[0] if len(found) == 1 else None
 
     def needed_models(self) -> set[str]:
         """What requests can reach, apart from models that only the library has: a server is ready when it has them."""

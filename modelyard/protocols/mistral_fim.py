@@ -27,11 +27,11 @@ from modelyard.protocols.common.extensions import (
 from modelyard.protocols.common.json import decode, encode
 from modelyard.protocols.common.openai_errors import error_body, http_error_writer
 from modelyard.protocols.common.openai_fields import (
+    DEFAULT_MODEL,
     DONE,
     FINISH_REASONS,
     read_session,
     read_stop,
-    require_model,
     write_usage,
 )
 from modelyard.protocols.common.sse import comment, frame
@@ -64,7 +64,7 @@ def read_request(body: bytes, headers: Mapping[str, str]) -> Request:
         parsed.seed = parsed.random_seed
     warnings: list[str] = []
     return Request(
-        model=require_model(parsed.model),
+        model=parsed.model or DEFAULT_MODEL,
         prompts=(parsed.prompt,),
         infill=Infill(parsed.suffix or ""),
         sampling=read_sampling(parsed),

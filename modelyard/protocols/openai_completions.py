@@ -48,6 +48,7 @@ from modelyard.protocols.common.json import decode, encode
 from modelyard.protocols.common.llama_reply import UpstreamProgress, UpstreamTimings, write_progress, write_timings
 from modelyard.protocols.common.openai_errors import error_body, http_error_writer, read_error_field, read_http_error
 from modelyard.protocols.common.openai_fields import (
+    DEFAULT_MODEL,
     DONE,
     FINGERPRINT,
     FINISH_REASONS,
@@ -67,7 +68,6 @@ from modelyard.protocols.common.openai_fields import (
     read_timings,
     read_upstream_prompt,
     read_usage,
-    require_model,
     write_prompt_logprobs,
     write_usage,
 )
@@ -112,7 +112,7 @@ def read_request(body: bytes, headers: Mapping[str, str]) -> Request:
         check_positive("max_tokens", parsed.max_tokens)
     n = _read_n(parsed, len(prompts), warnings)
     return Request(
-        model=require_model(parsed.model),
+        model=parsed.model or DEFAULT_MODEL,
         prompts=prompts,
         sampling=read_sampling(parsed, MAX_TEMPERATURE),
         biased_texts=biased_texts,

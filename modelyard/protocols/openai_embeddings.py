@@ -22,7 +22,6 @@ from modelyard.protocols.common.openai_fields import (
     PromptField,
     Prompts,
     read_prompts,
-    require_model,
 )
 from modelyard.protocols.common.vectors import shortened
 
@@ -45,7 +44,7 @@ def read_request(body: bytes, headers: Mapping[str, str]) -> EmbeddingRequest:  
     parsed = decode(_decoder, body)
     check_positive("dimensions", parsed.dimensions)
     return EmbeddingRequest(
-        model=require_model(parsed.model),
+        model=parsed.model or DEFAULT_MODEL,
         inputs=_read_inputs(parsed.input),
         encoding_format=_read_encoding_format(parsed.encoding_format),
         dimensions=parsed.dimensions,

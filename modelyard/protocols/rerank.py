@@ -23,7 +23,7 @@ from modelyard.core.request import RerankRequest
 from modelyard.protocols.common.extensions import check_positive
 from modelyard.protocols.common.json import decode, encode
 from modelyard.protocols.common.openai_errors import http_error_writer, read_http_error
-from modelyard.protocols.common.openai_fields import require_model
+from modelyard.protocols.common.openai_fields import DEFAULT_MODEL
 
 NAME = "rerank"
 PATHS: tuple[str, ...] = ("/v1/rerank", "/rerank")
@@ -58,7 +58,7 @@ def read_request(body: bytes, headers: Mapping[str, str]) -> RerankRequest:  # n
     if not documents:
         raise InvalidRequest(f"{name} is required: a list of texts to rank", param=name, code=_MISSING)
     return RerankRequest(
-        model=require_model(parsed.model),
+        model=parsed.model or DEFAULT_MODEL,
         query=parsed.query,
         documents=tuple(_read_document(document, f"{name}[{at}]") for at, document in enumerate(documents)),
         top_n=parsed.top_n,

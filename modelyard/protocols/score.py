@@ -19,7 +19,7 @@ from modelyard.core.engine import Ranking
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.request import RerankRequest
 from modelyard.protocols.common.json import decode, encode
-from modelyard.protocols.common.openai_fields import require_model
+from modelyard.protocols.common.openai_fields import DEFAULT_MODEL
 from modelyard.protocols.rerank import write_error
 
 __all__ = ["PATHS", "ScoreBody", "read_request", "write_error", "write_reply"]
@@ -49,7 +49,7 @@ _decoder = msgspec.json.Decoder(ScoreBody)
 def read_request(body: bytes, headers: Mapping[str, str]) -> list[RerankRequest]:  # noqa: ARG001 - as in every protocol
     """The requests that together score every pair, in order."""
     parsed = decode(_decoder, body)
-    model = require_model(parsed.model)
+    model = parsed.model or DEFAULT_MODEL
     queries = _read_texts(parsed, ("text_1", "queries", "data_1"))
     documents = _read_texts(parsed, ("text_2", "documents", "data_2"))
     if len(queries) == 1:

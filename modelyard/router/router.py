@@ -9,7 +9,7 @@ if a route has one, must match the path as well.
     3. the id or an alias of a model, in its default cache
     4. the name of a cache
     5. the default model
-    6. NotFound, with the names that exist
+    6. NotFound, with the names that exist; InvalidRequest if the request names none
 
 So a name that is listed is never answered by another model, unless a route says so. The catalog holds all models with
 their names, caches and defaults.
@@ -304,6 +304,12 @@ class Router:
         listed = ", ".join(names[:_MAX_LISTED]) or "none"
         more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
         shown = model if len(model) <= _MAX_NAME else model[:_MAX_NAME] + "…"
+        if model == DEFAULT_MODEL:
+            raise InvalidRequest(
+                f"model is required: send the name of one. Models: {listed}{more}.",
+                code="missing_required_parameter",
+                param="model",
+            )
         raise NotFound(
             f"The model {shown!r} does not exist here. Models: {listed}{more}.", code="model_not_found", param="model"
         )

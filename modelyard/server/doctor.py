@@ -27,7 +27,7 @@ from modelyard.config.library_models import read_library_models
 from modelyard.config.load import load_config
 from modelyard.config.problems import ConfigError
 from modelyard.config.settings import LoadedConfig
-from modelyard.core.errors import ModelyardError, NotFound
+from modelyard.core.errors import InvalidRequest, ModelyardError, NotFound
 from modelyard.core.units import format_size
 from modelyard.engines.llama_cpp import gpu_library, selftest
 from modelyard.engines.llama_cpp.library import cpu_features, has_gpu_backend
@@ -285,9 +285,9 @@ def server_lines(config: Path | None, env: Mapping[str, str] = os.environ) -> It
         yield Line("model", f"{name}: {message}", "error" if name in needed else "note", "modelyard check")
     if able := [name for name in loaded.config.models if name not in faults]:
         yield Line("models", f"{', '.join(able)} can be loaded here")
-    with suppress(NotFound):  # then a request has to name a model
+    with suppress(NotFound, InvalidRequest):  # then a request has to name a model
         target = loaded.config.router().resolve(DEFAULT_MODEL, "/v1/chat/completions")
-        yield Line("without a name", f"{target.model} answers ({target.rule or 'the first that is loaded at start'})")
+        yield Line("without a name", f"{target.model} answers ({target.rule or 'the only one that can'})")
     try:
         servers = running_servers(env)
     except (OSError, ModelyardError) as error:

@@ -16,7 +16,7 @@ from modelyard.cli.config import cache_rows, find_editor, model_rows, route_rows
 from modelyard.cli.console import complete_library, complete_models
 from modelyard.config.load import load_config
 from modelyard.config.settings import LoadedConfig
-from modelyard.core.errors import NotFound
+from modelyard.core.errors import InvalidRequest, NotFound
 from tests.library.files import write_gguf
 
 TEXT = """
@@ -90,19 +90,20 @@ REMOTE = {"backend": "openai_remote", "remote_base_url": "http://a/v1", "remote_
 @pytest.mark.parametrize(
     ("models", "answers"),
     [
-        ({"far": REMOTE, "a": {"backend": "fake"}, "b": {"backend": "fake"}}, "a"),
+        ({"far": REMOTE, "a": {"backend": "fake"}, "b": {"backend": "fake"}}, None),
+        ({"far": REMOTE, "a": {"backend": "fake"}}, "a"),
         ({"a": {"backend": "fake", "enabled": False}, "b": {"backend": "fake"}}, "b"),
         ({"a": {"backend": "fake", "enabled": False}}, "a"),
         ({"a": {"backend": "fake", "enabled": False}, "b": {"backend": "fake", "enabled": False}}, None),
         ({"far": REMOTE}, None),
     ],
 )
-def test_a_request_without_a_model_goes_to_the_first_one_of_this_machine(
+def test_a_request_without_a_model_goes_to_the_only_one_of_this_machine(
     models: dict[str, Any], answers: str | None
 ) -> None:
     router = load_config(env={}, overrides={"models": models}).config.router()
     if answers is None:
-        with pytest.raises(NotFound):
+        with pytest.raises(InvalidRequest, match=r"model is required: send the name of one\. Models: "):
             router.resolve("default", "/completion")
     else:
         assert router.resolve("default", "/completion").model == answers

@@ -25,7 +25,7 @@ from modelyard.config.library_models import (
 from modelyard.config.load import load_config
 from modelyard.config.settings import Config
 from modelyard.core.engine import CacheInfo, EnginePlugin
-from modelyard.core.errors import NotFound
+from modelyard.core.errors import InvalidRequest, NotFound
 from modelyard.engines.llama_cpp.model_shape import ModelShape
 from modelyard.engines.llama_cpp.options import Options, context_layouts
 from modelyard.library import model_files, models
@@ -418,19 +418,15 @@ def test_a_model_without_a_chat_template_answers_to_its_own_name_only():
     assert load().router().resolve("base", "/").model == "base"
 
 
-def test_a_request_that_names_no_model_gets_one_that_can_chat():
+def test_a_request_that_names_no_model_gets_the_only_one_that_can_chat():
     Path("base.gguf").write_bytes(gguf_bytes())
     Path("talker.gguf").write_bytes(gguf_bytes(template="{{ messages }}"))
     models = "".join(f'[models.{name}]\npath = "{name}.gguf"\n' for name in ("base", "talker"))
     assert load(models).router().resolve("default", "/").model == "talker"
     assert load(f"{models}enabled = false").router().resolve("default", "/").model == "base"
-    assert (
-        load(models.replace('base.gguf"', 'base.gguf"\nprompt_format = "generic"'))
-        .router()
-        .resolve("default", "/")
-        .model
-        == "base"
-    )
+    both = load(models.replace('base.gguf"', 'base.gguf"\nprompt_format = "generic"')).router()
+    with pytest.raises(InvalidRequest, match=r"model is required.* base, talker"):
+        both.resolve("default", "/")
 
 
 @pytest.mark.parametrize("source", ["name", "settings", "folder"])

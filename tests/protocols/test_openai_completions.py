@@ -81,7 +81,6 @@ def test_echo_with_logprobs_asks_for_those_of_the_prompt_and_may_generate_nothin
         ({"prompt": None}, "prompt"),
         ({"prompt": []}, "prompt"),
         ({"prompt": {}}, "prompt"),
-        ({"model": None}, "model"),
         ({"n": 0}, "n"),
         ({"n": 3, "best_of": 2}, "best_of"),
         ({"logprobs": 6}, "logprobs"),

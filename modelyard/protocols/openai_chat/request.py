@@ -55,6 +55,7 @@ from modelyard.protocols.common.extensions import (
 from modelyard.protocols.common.json import decode, dumps
 from modelyard.protocols.common.media_parts import read_audio, read_file
 from modelyard.protocols.common.openai_fields import (
+    DEFAULT_MODEL,
     MAX_N,
     MAX_TOP_LOGPROBS,
     ServerFields,
@@ -64,7 +65,6 @@ from modelyard.protocols.common.openai_fields import (
     read_session,
     read_stop,
     read_timings,
-    require_model,
 )
 
 # --- the body -------------------------------------------------------------------------------------------------------
@@ -243,7 +243,7 @@ _decoder = msgspec.json.Decoder(ChatCompletionBody)
 
 def read_request(body: bytes, headers: Mapping[str, str]) -> Request:
     parsed = decode(_decoder, body)
-    model = require_model(parsed.model)
+    model = parsed.model or DEFAULT_MODEL
     dialect = _read_dialect(headers)
     stream = parsed.stream is True or (parsed.stream is None and dialect == INFER_SERVER)
     if not parsed.messages:

@@ -54,7 +54,7 @@ from modelyard.protocols.common.extensions import (
 )
 from modelyard.protocols.common.json import JsonObject, dumps
 from modelyard.protocols.common.media_parts import read_audio, read_file
-from modelyard.protocols.common.openai_fields import check_range, read_stop
+from modelyard.protocols.common.openai_fields import DEFAULT_MODEL, check_range, read_stop
 from modelyard.protocols.common.reasoning_signature import unpack_reasoning
 from modelyard.protocols.openai_responses import client_tools, mcp
 from modelyard.protocols.pool_responses import ITEM_TYPES as POOL_ITEM_TYPES
@@ -227,8 +227,6 @@ _SESSION_HEADERS = ("thread-id", "session-id", "x-session-id", "x-session-affini
 
 
 def read_body(body: ResponsesBody, headers: Mapping[str, str]) -> Request:
-    if not body.model:
-        raise InvalidRequest("model is required: send one of the names that GET /v1/models lists", param="model")
     previous = body.previous_response_id or body.conversation
     if not body.input and not previous:
         raise InvalidRequest("input is empty: send a text or a list of items", param="input")
@@ -249,7 +247,7 @@ def read_body(body: ResponsesBody, headers: Mapping[str, str]) -> Request:
     if len(messages) == (body.instructions is not None) and not (previous or body.generate is False):
         raise InvalidRequest(f"input has nothing that is read: {'; '.join(warnings)}", param="input")
     return Request(
-        model=body.model,
+        model=body.model or DEFAULT_MODEL,
         messages=messages,
         instructions=body.instructions is not None,
         tools=tools,

@@ -75,7 +75,7 @@ _REASONS = {
     "alias": "its alias",
     "cache": "its cache",
     "default": "default model",
-    "unnamed": "first model",
+    "unnamed": "only model",
 }
 _ORDER = (
     "The first one that matches applies. A pattern chooses among the caches of a model that was named, and leaves the "

@@ -57,7 +57,6 @@ def test_unknown_fields_and_null_fields_are_accepted() -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"model": None}, "model"),
         ({"input": None}, "input"),
         ({"input": []}, "input"),
         ({"input": ""}, "input"),
