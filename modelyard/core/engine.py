@@ -70,6 +70,7 @@ class Prompt(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     reasoning: ReasoningBudget | None = None
     cache: str = ""
     scope: str = ""  # KV of another scope is never reused: whose it is would show in counts and times
+    slot: int | None = None  # the sequence of the cache that it should have, if that is idle
     session: str | None = None
     priority: Priority = "main"
     adapters: tuple[tuple[str, float], ...] = ()
@@ -293,9 +294,18 @@ class EngineSpec(Struct, frozen=True, omit_defaults=True):
 
 
 class Control(Struct, frozen=True):
-    op: Literal["evict", "save", "restore", "load_adapter", "unload_adapter"]
+    op: Literal["evict", "save", "restore", "load_adapter", "unload_adapter", "save_slot", "restore_slot", "erase_slot"]
     cache: str | None = None
     argument: str | None = None
+    slot: int = 0  # the sequence of the cache, whose KV is of `scope`; `argument` names its file
+    scope: str = ""
+
+
+class MovedKv(Struct, frozen=True):
+    """What was saved, restored or erased."""
+
+    tokens: int
+    bytes: int
 
 
 OnProgress = Callable[[float, str], None]  # (fraction, current step)
@@ -309,7 +319,7 @@ class TextEngine(Protocol):
     async def open(self, progress: OnProgress) -> None: ...
     def generate(self, prompt: Prompt) -> Generation[Chunk]: ...
     def stats(self) -> EngineStats: ...
-    async def control(self, op: Control) -> None: ...
+    async def control(self, op: Control) -> MovedKv | None: ...
     async def close(self) -> None: ...
 
 

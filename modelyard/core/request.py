@@ -356,6 +356,7 @@ class Request(Struct, frozen=True, kw_only=True, gc=False):
     reply_fields: tuple[str, ...] = ()  # the fields of the reply that the client wants; empty: all
     allow_remote: bool = False  # the client consents to remote engines; it counts on a server without keys
     kv_scope: str = ""  # as `Prompt.scope`; the gateway sets it
+    slot: int | None = None  # as `Prompt.slot`
     dialect: str = ""  # on a path with several dialects: the reply's dialect
     context: ContextManagement | None = None
     fallbacks: tuple[Fallback, ...] = ()  # tried after the route's own

@@ -193,6 +193,7 @@ class PreparedRequest(Struct, frozen=True, kw_only=True, gc=False):
             reasoning=self.reasoning,
             cache=self.target.cache,
             scope=self.kv_scope,
+            slot=request.slot,
             session=self.session_key(),
             priority=self.priority,
             adapters=((request.lora_adapter, 1.0),) if request.lora_adapter else (),

@@ -1,37 +1,43 @@
 """What clients of other servers look up before they send a prompt: llama-server's /props, /slots and /lora-adapters,
 vLLM's /version, LM Studio's /api/v0/models.
 
-They read only: the settings of a server are those of its configuration. `?model=` names a model, as in llama-server's
-router; without it the default model answers.
+All but `POST /slots/{id}` only read: the settings of a server are those of its configuration. `?model=` names a model,
+as in llama-server's router; without it the default model answers.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from modelyard import __version__
-from modelyard.core.engine import Engine
-from modelyard.core.errors import Unavailable
+from modelyard.core import limits
+from modelyard.core.engine import Control, Engine, TextEngine
+from modelyard.core.errors import InvalidRequest, Unavailable, Unsupported
 from modelyard.core.protocol import ModelCard
 from modelyard.gateway.gateway import Gateway
 from modelyard.gateway.model import Model
 from modelyard.http.models import ModelEndpoints
 from modelyard.http.ollama import LibraryOperations, ModelFile
-from modelyard.http.request_context import RequestContext
+from modelyard.http.request_context import RequestContext, read_body
+from modelyard.http.settings import HttpSettings
+from modelyard.protocols.common.json import decode
 from modelyard.protocols.common.openai_fields import DEFAULT_MODEL
 from modelyard.protocols.llama_completion import generation_settings
 from modelyard.router.router import Target
 
 
 class EngineLookups:
-    def __init__(self, gateway: Gateway, models: ModelEndpoints, library: LibraryOperations | None) -> None:
-        self._gateway, self._models, self._library = gateway, models, library
+    def __init__(
+        self, gateway: Gateway, models: ModelEndpoints, settings: HttpSettings, library: LibraryOperations | None
+    ) -> None:
+        self._gateway, self._models, self._settings, self._library = gateway, models, settings, library
 
     async def props(self, request: HttpRequest) -> Response:
         target, model = await self._model(request)
@@ -64,6 +70,31 @@ class EngineLookups:
         if request.query_params.get("fail_on_no_slot") and rows and all(row["is_processing"] for row in rows):
             raise Unavailable(f"every slot of {model.name!r} is in use", code="no_slot_available")
         return _json(rows)
+
+    async def change_slot(self, request: HttpRequest) -> Response:
+        """`?action=save`, `restore` or `erase`: of the caller's own KV only, in files that only the caller can name."""
+        started, context = time.perf_counter(), RequestContext.of(request.scope)
+        action, id = request.query_params.get("action", ""), request.path_params["id"]
+        if (change := _SLOT_ACTIONS.get(action)) is None or not id.isdecimal():
+            raise InvalidRequest("send POST /slots/{number}?action=save, restore or erase", param="action")
+        body = await read_body(request.receive, context, self._settings, _MAX_SLOT_BODY)
+        name = decode(_slot_decoder, body).filename if body else ""
+        if not name and action != "erase":
+            raise InvalidRequest("filename is required", param="filename", code="missing_required_parameter")
+        target, model = await self._model(request)
+        if (engine := self._gateway.leases.engine(model.name)) is None:
+            raise Unavailable(f"the model {model.name!r} is not loaded: it has no slots yet", code="model_not_loaded")
+        if not isinstance(engine, TextEngine):
+            raise Unsupported(f"the engine of {model.name!r} has no slots to save", code="unsupported_control")
+        scope = "" if target.share_across_keys else context.caller().key
+        moved = await engine.control(Control(change.op, target.cache, name, int(id[:9]), scope))
+        if moved is None:
+            raise Unsupported(f"the engine of {model.name!r} has no slots to save", code="unsupported_control")
+        reply: dict[str, Any] = {"id_slot": int(id[:9]), change.tokens: moved.tokens}
+        if action != "erase":
+            spent = (time.perf_counter() - started) * 1000
+            reply |= {"filename": name, change.bytes: moved.bytes, "timings": {f"{action}_ms": spent}}
+        return _json(reply)
 
     async def lora_adapters(self, request: HttpRequest) -> Response:
         """The loaded ones. A request chooses one with `lora_adapter`."""
@@ -111,6 +142,26 @@ class EngineLookups:
         return await self._gateway.lookup.find_defined(name, RequestContext.of(request.scope).caller())
 
 
+class SlotBody(msgspec.Struct):
+    filename: limits.Name = ""
+    model: limits.Name = ""
+
+
+class _SlotAction(msgspec.Struct, frozen=True):
+    """Of an engine; `tokens` and `bytes` are the names of the counts in the reply."""
+
+    op: Literal["save_slot", "restore_slot", "erase_slot"]
+    tokens: str
+    bytes: str = ""
+
+
+_slot_decoder = msgspec.json.Decoder(SlotBody)
+_MAX_SLOT_BODY = 1 << 16
+_SLOT_ACTIONS = {
+    "save": _SlotAction("save_slot", "n_saved", "n_written"),
+    "restore": _SlotAction("restore_slot", "n_restored", "n_read"),
+    "erase": _SlotAction("erase_slot", "n_erased"),
+}
 _MODALITIES = {"vision": "image", "video": "video", "audio": "audio"}
 
 

@@ -247,6 +247,7 @@ CLIENTS = (
     _post("/apply-template", "apply_template", "Messages to the prompt that the model reads", ChatCompletionBody),
     _get("/props", "lookups.props", "Settings, template and window of a model, as llama-server"),
     _get("/slots", "lookups.slots", "The slots of a model, as llama-server"),
+    _post("/slots/{id}", "lookups.change_slot", "Save, restore or erase the KV of a slot, as llama-server"),
     _get(
         "/lora-adapters",
         "lookups.lora_adapters",

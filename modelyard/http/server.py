@@ -190,7 +190,7 @@ def _groups(context: HttpContext) -> dict[str, object]:
     groups: dict[str, object] = {
         "models": models,
         "health": HealthEndpoints(gateway, context.scrape, context.needed, has_workbench=context.workbench is not None),
-        "lookups": EngineLookups(gateway, models, context.library),
+        "lookups": EngineLookups(gateway, models, settings, context.library),
         "library": ollama.OllamaEndpoints(gateway, models, settings, pool, context.library),
     }
     if stored is not None:

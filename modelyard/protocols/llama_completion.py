@@ -25,6 +25,7 @@ from modelyard.protocols.common.extensions import (
     read_constraint,
     read_priority,
     read_sampling,
+    read_slot,
     take_biased_texts,
 )
 from modelyard.protocols.common.json import decode, encode
@@ -109,6 +110,7 @@ def read_request(body: bytes, headers: Mapping[str, str]) -> Request:
         lora_adapter=parsed.lora_adapter,
         priority=read_priority(parsed),
         session=read_session(headers, None),
+        slot=read_slot(parsed),
         reply_fields=tuple(parsed.response_fields or ()),
         repeated={"n_probs": parsed.n_probs or 0, "return_tokens": parsed.return_tokens is True},
         dialect=DIALECT,

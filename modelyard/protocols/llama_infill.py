@@ -33,6 +33,7 @@ from modelyard.protocols.common.extensions import (
     read_constraint,
     read_priority,
     read_sampling,
+    read_slot,
     write_extensions,
 )
 from modelyard.protocols.common.json import decode, encode
@@ -94,6 +95,7 @@ def read_request(body: bytes, headers: Mapping[str, str]) -> Request:
         lora_adapter=parsed.lora_adapter,
         priority=read_priority(parsed),
         session=read_session(headers, None),
+        slot=read_slot(parsed),
         reply_fields=tuple(parsed.response_fields or ()),
         warnings=tuple(warnings),
     )

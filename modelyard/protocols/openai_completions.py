@@ -41,6 +41,7 @@ from modelyard.protocols.common.extensions import (
     read_constraint,
     read_priority,
     read_sampling,
+    read_slot,
     take_biased_texts,
     write_extensions,
 )
@@ -129,6 +130,7 @@ def read_request(body: bytes, headers: Mapping[str, str]) -> Request:
         lora_adapter=parsed.lora_adapter,
         priority=read_priority(parsed),
         session=read_session(headers, parsed.prompt_cache_key),
+        slot=read_slot(parsed),
         user=parsed.user,
         echo=parsed.echo is True,
         infill=_read_infill(parsed.suffix, prompts),

@@ -26,6 +26,7 @@ from modelyard.core.engine import (
     End,
     EngineStats,
     Generation,
+    MovedKv,
     OnProgress,
     Prompt,
     Ranking,
@@ -478,8 +479,8 @@ class RemoteTextEngine(RemoteEngine):
             lambda error: End("error", error=error),
         )
 
-    async def control(self, op: Control) -> None:
-        await self._session.call(lambda id: msg.ControlEngine(id, self.id, op))
+    async def control(self, op: Control) -> MovedKv | None:
+        return (await self._session.call(lambda id: msg.ControlEngine(id, self.id, op))).moved
 
 
 class RemoteEmbeddingEngine(RemoteTextEngine):

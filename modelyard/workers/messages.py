@@ -41,7 +41,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from modelyard.core import errors
-from modelyard.core.engine import Chunk, Control, EngineInfo, EngineSpec, EngineStats, Prompt
+from modelyard.core.engine import Chunk, Control, EngineInfo, EngineSpec, EngineStats, MovedKv, Prompt
 from modelyard.core.errors import Internal, ModelyardError
 from modelyard.core.events import Event
 from modelyard.core.pool import LeaseRequest, ModelStateChange, ModelStatus
@@ -366,6 +366,7 @@ class WorkerReply(ToClient, frozen=True, tag="done"):
     tokenizer: str = ""
     files: dict[str, bytes] = field(default_factory=dict)
     scores: list[tuple[int, float]] = []
+    moved: MovedKv | None = None
 
 
 # --- to the scheduler -----------------------------------------------------------------------------------------------

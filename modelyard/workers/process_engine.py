@@ -24,6 +24,7 @@ from modelyard.core.engine import (
     EngineSpec,
     EngineStats,
     Generation,
+    MovedKv,
     OnProgress,
     Prompt,
     Ranking,
@@ -162,8 +163,8 @@ class ProcessTextEngine(ProcessEngine):
     def generate(self, prompt: Prompt) -> Generation[Chunk]:
         return cast("Generation[Chunk]", self._open_engine().generate(prompt))
 
-    async def control(self, op: Control) -> None:
-        await self._open_engine().control(op)
+    async def control(self, op: Control) -> MovedKv | None:
+        return cast("MovedKv | None", await self._open_engine().control(op))
 
     async def embed(self, batch: Sequence[Sequence[int]]) -> Embeddings:
         return cast("Embeddings", await self._open_engine().embed(batch))

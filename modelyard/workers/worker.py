@@ -610,8 +610,8 @@ class Worker(PeerServer[WorkerClient]):
                 raise Unsupported(f"the engine {call.engine!r} has no control operations")
             if call.control.op == "load_adapter":  # its argument names a file
                 raise Unsupported("a worker loads only the adapters of its own configuration: add it to lora there")
-            await engine.control(call.control)
-            return msg.WorkerReply(id, stats={call.engine: engine.stats()})
+            moved = await engine.control(call.control)
+            return msg.WorkerReply(id, stats={call.engine: engine.stats()}, moved=moved)
         if isinstance(call, msg.EmbedTokens):
             if not isinstance(engine, EmbeddingEngine):
                 raise Unsupported(f"the engine {call.engine!r} makes no embeddings", code="embeddings_unsupported")

@@ -167,6 +167,32 @@ def test_it_compacts_when_the_conversation_exceeds_the_window(bench: AgentBench)
     assert "We spoke of yards." in request_text(bench.turns[-1])
 
 
+def test_it_finishes_its_task_after_a_compaction_of_its_own(bench: AgentBench) -> None:
+    """The usage that the server reports makes it compact; nothing has failed before."""
+    for name in ("first", "second"):
+        (bench.work / f"{name}.txt").write_text(400 * (60 * "x" + "\n"))
+    task = "Both files are read. The word yard is still to be written to done.txt."
+
+    def read(name: str) -> dict[str, Any]:
+        return call_step("Bash", command=f"cat {name}.txt; echo end of the {name}", description=f"Read the {name}")
+
+    script = [
+        rule(text_step(f"<summary>{task}</summary>"), when="(?i)summary of the conversation|detailed summary"),
+        rule(text_step("It is written."), result="written now"),
+        rule(read("second"), result="end of the first"),
+        rule(read("first"), when="read both"),
+        rule(call_step("Bash", command="echo yard > done.txt; echo written now", description="Write")),
+    ]
+    with bench.serve(script, n_ctx=100_000):
+        done = bench.run(
+            "-p", "read both, then write the word yard to done.txt", ALLOWED, target=bench.target(window=50_000)
+        )
+    assert (done.code, done.out.strip()) == (0, "It is written."), done
+    assert (bench.work / "done.txt").read_text() == "yard\n"
+    assert task in request_text(bench.turns[-1])
+    assert "end of the first" not in tool_results(bench.turns[-1])
+
+
 @pytest.mark.parametrize(
     ("kind", "requests"), [("rate_limited", 2), ("overloaded", 2), ("internal", 2), ("timeout", 2)]
 )

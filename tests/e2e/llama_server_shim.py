@@ -1,6 +1,7 @@
 """Takes llama-server's arguments and becomes `modelyard serve` with the same settings: llama.cpp's own tests start it.
 
-Every name of a model means the tiny one in LLAMA_TEST_MODEL: the tests fetch theirs from a hub.
+LLAMA_TEST_MODELS is a folder: `stories.gguf` stands for the model of most tests, which is on a hub, and `bert`, `rank`,
+`infill` and `gemma3` with `mmproj` for the others.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ import sys
 import tempfile
 from typing import Any
 
+# part of the name on the hub → file
+KINDS = {"bert": "bert", "rerank": "rank", "infill": "infill", "gemma3": "gemma3"}
+
 
 def read_arguments(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
@@ -20,9 +24,9 @@ def read_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--temp", type=float)
     for name in ("--host", "--alias", "--api-key", "--slot-save-path", "--chat-template-file", "--cors-origins"):
         parser.add_argument(name)
-    for name in ("--reasoning", "--pooling", "--model", "--hf-repo", "--hf-file", "--tags"):
+    for name in ("--reasoning", "--pooling", "--model", "--hf-repo", "--hf-file", "--tags", "--model-url"):
         parser.add_argument(name)
-    for name in ("--kv-unified", "--embedding", "--slots", "--jinja"):
+    for name in ("--kv-unified", "--embedding", "--slots", "--jinja", "--no-mmproj"):
         parser.add_argument(name, action="store_true")
     return parser.parse_known_args(arguments)[0]
 
@@ -30,7 +34,13 @@ def read_arguments(arguments: list[str]) -> argparse.Namespace:
 def configuration(given: argparse.Namespace) -> dict[str, Any]:
     slots = given.parallel or 1
     name, *aliases = (given.alias or "model").split(",")
-    model: dict[str, Any] = {"path": os.environ["LLAMA_TEST_MODEL"], "n_threads": 1, "parallel": slots}
+    wanted = " ".join(filter(None, (given.hf_repo, given.hf_file, given.model_url))).lower()
+    kind = next((kind for part, kind in KINDS.items() if part in wanted), "stories")
+    path = given.model or os.path.join(os.environ["LLAMA_TEST_MODELS"], f"{kind}.gguf")
+    model: dict[str, Any] = {"path": path, "n_threads": 1, "parallel": slots}
+    if kind == "gemma3" and not given.no_mmproj:
+        model["mmproj"] = os.path.join(os.environ["LLAMA_TEST_MODELS"], "mmproj.gguf")
+    model["kv_store"] = os.path.abspath(given.slot_save_path) if given.slot_save_path else False
     model |= {"n_ctx": (given.ctx_size or 4096) // (1 if given.kv_unified else slots), "aliases": aliases}
     model["decoding"] = {"temperature": given.temp, "seed": given.seed}
     model |= {"n_batch": max(32, given.batch_size or 2048), "n_ubatch": given.ubatch_size or 512}
@@ -43,6 +53,7 @@ def configuration(given: argparse.Namespace) -> dict[str, Any]:
     if given.reasoning in ("on", "off"):
         model["enable_thinking"] = given.reasoning == "on"
     http: dict[str, Any] = {"host": given.host, "port": given.port, "cors_enabled": True}
+    http["cors_origins"] = [origin for origin in (given.cors_origins or "*").split(",") if origin != "*"]
     config: dict[str, Any] = {"http": http, "models": {name: model}, "default_model": name}
     if given.api_key:
         config["keys"] = [{"name": "tests", "key": given.api_key}]

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.llama_cpp.tiny_models import coder
+from tests.engines.llama_cpp.tiny_models import bert, coder, seeing
 
 pytestmark = pytest.mark.compliance
 
@@ -33,6 +33,15 @@ utils.ServerPreset.load_all = staticmethod(lambda: None)
 """
 
 
+def _models(folder: Path) -> Path:
+    """Tiny models under the names that the shim takes."""
+    sees, projector = seeing("block")
+    files = {"stories": coder(), "infill": coder(), "bert": bert("mean"), "rank": bert("rank")}
+    for name, file in {**files, "gemma3": sees, "mmproj": projector}.items():
+        (folder / f"{name}.gguf").symlink_to(file)
+    return folder
+
+
 @pytest.mark.skipif(not SUITE, reason="LLAMA_CPP names no checkout of llama.cpp")
 @pytest.mark.timeout(3600)
 def test_llama_servers_own_tests_pass(tmp_path: Path) -> None:
@@ -44,7 +53,7 @@ def test_llama_servers_own_tests_pass(tmp_path: Path) -> None:
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
     environment = os.environ | {
         "LLAMA_SERVER_BIN_PATH": str(program),
-        "LLAMA_TEST_MODEL": str(coder()),
+        "LLAMA_TEST_MODELS": str(_models(tmp_path)),
         "PORT": "8193",
         "PYTHONPATH": os.pathsep.join((str(tmp_path), str(tests), str(ROOT))),
     }

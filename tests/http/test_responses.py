@@ -131,7 +131,7 @@ def test_a_warm_up_generates_nothing_and_can_be_continued(server: LiveServer) ->
         ("[]", 400, "object"),
         ("{}", 400, "response.create"),
         ('{"type": "response.steer"}', 400, "response.steer"),
-        ('{"type": "response.create"}', 400, "model"),
+        ('{"type": "response.create"}', 400, "input"),
         ('{"type": "response.create", "model": "demo", "input": 7}', 400, "input"),
         ("[" * 5000, 400, "nested"),
     ],

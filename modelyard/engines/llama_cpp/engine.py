@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from msgspec.structs import replace
 
@@ -24,6 +24,7 @@ from modelyard.core.engine import (
     EngineSpec,
     EngineStats,
     Media,
+    MovedKv,
     Prompt,
     TokenRun,
 )
@@ -298,25 +299,41 @@ class LlamaCppEngine(ThreadedEngine[LlamaCppJob]):
             adapters=self._adapters.scales(),
         )
 
-    async def control(self, op: Control) -> None:
+    async def control(self, op: Control) -> MovedKv | None:
         self._require_open()
         if op.op == "load_adapter":
             name, lora = parse_adapter_argument(op.argument)
             await self.run_on_thread(partial(self._adapters.load, name, lora))
-            return
+            return None
         if op.op == "unload_adapter":
             await self.run_on_thread(partial(self._unload_adapter, op.argument or ""))
-            return
+            return None
+        if op.op in ("save_slot", "restore_slot", "erase_slot"):
+            return await self._control_slot(op)
         names = list(self._caches) if op.cache is None else [self._cache_name(op.cache)]
         caches = [self._caches[name] for name in names if name in self._caches]  # a model that embeds has none
         if op.op == "evict":
             for cache in caches:
                 await self.run_on_thread(cache.evict)
-            return
+            return None
+        store = self._require_store(op)
+        for cache in caches:
+            await (store.save if op.op == "save" else store.restore)(cache, self.run_on_thread)
+        return None
+
+    async def _control_slot(self, op: Control) -> MovedKv:
+        if (cache := self._caches.get(self._cache_name(op.cache or ""))) is None:
+            raise Unsupported("this model does not generate", code="model_has_no_chat")
+        if op.op == "erase_slot":
+            return cast("MovedKv", await self.run_on_thread(partial(cache.erase, op.slot, op.scope)))
+        store = self._require_store(op)
+        change = store.save_slot if op.op == "save_slot" else store.restore_slot
+        return await change(cache, op.slot, op.scope, op.argument or "", self.run_on_thread)
+
+    def _require_store(self, op: Control) -> KvStore:
         if self._kv_store is None:
             raise InvalidRequest(f"{op.op!r} needs kv_store in the model's options", code="kv_store_unset")
-        for cache in caches:
-            await (self._kv_store.save if op.op == "save" else self._kv_store.restore)(cache, self.run_on_thread)
+        return self._kv_store
 
     async def embed(self, batch: Sequence[Sequence[int]]) -> Embeddings:
         self._require_open()

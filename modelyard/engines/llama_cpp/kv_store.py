@@ -22,7 +22,8 @@ from typing import Any
 import psutil
 from msgspec.structs import replace
 
-from modelyard.core.engine import EngineSpec
+from modelyard.core.engine import EngineSpec, MovedKv
+from modelyard.core.errors import InvalidRequest, NotFound, Unavailable
 from modelyard.engines.llama_cpp.adapters import LoraAdapters, control_vectors_identity
 from modelyard.engines.llama_cpp.binding import lib
 from modelyard.engines.llama_cpp.kv_snapshot import (
@@ -51,6 +52,7 @@ RunOnThread = Callable[[Callable[[], Any]], Awaitable[Any]]  # between two steps
 
 _PROGRESS_BYTES = 512 << 20  # a large file logs its progress
 _MIN_FREE = 1 << 30  # bytes of the disk that saved KV leaves alone
+_NAMED = "slot-"  # the beginning of the files that clients name; those of a cache have a dot before the dash
 _POSITION_OPTIONS = ("rope_scaling", *ROPE_OPTIONS)
 
 
@@ -130,6 +132,47 @@ class KvStore:
             snapshot = await asyncio.to_thread(self._read, cache, file)
             await run_on_thread(partial(self._restore, cache, str(file), snapshot))
 
+    # --- one sequence that a client names -----------------------------------------------------------------------------
+
+    async def save_slot(
+        self, cache: SequenceManager, number: int, scope: str, name: str, run_on_thread: RunOnThread
+    ) -> MovedKv:
+        """Into the file of this name and scope, which it replaces."""
+
+        def export() -> KvSnapshot:
+            snapshot = cache.snapshot(cache.idle_slot(number, scope))
+            if snapshot is None:
+                raise InvalidRequest(f"slot {number} is empty: nothing is saved", code="slot_empty")
+            return replace(snapshot, adapter_versions=self._adapters.versions(snapshot.adapters))
+
+        snapshot = await run_on_thread(export)
+        origin, stem = self._origins[cache.name], _named(scope, name)
+        file = await asyncio.to_thread(self._folder.write, origin, snapshot, stem)
+        if file is None:
+            raise Unavailable(f"slot {number} was not saved: the log of the server says why", code="kv_not_saved")
+        return MovedKv(len(snapshot.tokens), os.stat(file).st_size)
+
+    async def restore_slot(
+        self, cache: SequenceManager, number: int, scope: str, name: str, run_on_thread: RunOnThread
+    ) -> MovedKv:
+        """What the sequence held is lost; what it had saved stays."""
+        file = self._folder.folder / f"{_named(scope, name)}.kv"
+        if not await asyncio.to_thread(file.is_file):
+            raise NotFound(f"no slot was saved as {name[:200]!r}", code="no_such_file")
+        snapshot = await asyncio.to_thread(self._read, cache, file)
+        versions = {} if snapshot is None else {snapshot.adapters: snapshot.adapter_versions}
+
+        def fill() -> bool:
+            slot = cache.idle_slot(number, scope)
+            fits = snapshot is not None and snapshot.scope == scope
+            fits = fits and all(self._adapters.versions(each) == version for each, version in versions.items())
+            return fits and snapshot is not None and cache.fill(slot, snapshot)
+
+        if not await run_on_thread(fill) or snapshot is None:
+            message = f"what was saved as {name[:200]!r} does not fit this model as it runs now: the log says why"
+            raise InvalidRequest(message, code="kv_does_not_fit")
+        return MovedKv(len(snapshot.tokens), file.stat().st_size)
+
     # --- one sequence -------------------------------------------------------------------------------------------------
 
     def _snapshot(self, cache: SequenceManager, slot: SequenceSlot) -> KvSnapshot | None:
@@ -204,8 +247,8 @@ class SnapshotFolder:
             log.warning("the saved KV in %s is ignored: %s", file, error)
             return None
 
-    def write(self, origin: KvOrigin, snapshot: KvSnapshot) -> str | None:
-        """The new file; None if it cannot be written."""
+    def write(self, origin: KvOrigin, snapshot: KvSnapshot, stem: str = "") -> str | None:
+        """The new file; None if it cannot be written. With a `stem` of its own it is not restored by itself."""
         if snapshot.size > self.limit:
             log.warning(
                 "the KV of %d tokens is not saved: it takes %d MiB and kv_store_mb is %d",
@@ -214,7 +257,7 @@ class SnapshotFolder:
                 self.limit >> 20,
             )
             return None
-        stem = f"{_slug(origin.cache)}-{secrets.token_hex(8)}"
+        stem = stem or f"{_slug(origin.cache)}-{secrets.token_hex(8)}"
         try:
             self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
             if (free := shutil.disk_usage(self.root).free) < snapshot.size + _MIN_FREE:
@@ -227,7 +270,7 @@ class SnapshotFolder:
 
     def _write(self, size: int, pieces: Iterator[Buffer], stem: str) -> str:
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._make_room(size)
+        self._make_room(size, stem)
         part, file = self.folder / f"{stem}.{os.getpid()}.part", self.folder / f"{stem}.kv"
         try:
             with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as data:
@@ -254,18 +297,30 @@ class SnapshotFolder:
             return False
         return True
 
-    def _make_room(self, size: int) -> None:
-        """Deletes the oldest files until `size` bytes fit, and what dead processes left half written."""
+    def _make_room(self, size: int, stem: str = "") -> None:
+        """Deletes the oldest files until `size` bytes fit, and what dead processes left half written. The files that
+        clients name take a quarter of the room for each scope: nobody can delete all of the others'."""
         for part in self.root.glob("*/*.part"):
             writer = re.search(r"\.(\d+)\.part$", part.name)
             if writer and not psutil.pid_exists(int(writer[1])):
                 part.unlink(missing_ok=True)
-        room = self.limit - size
-        for file, held in _newest_first(self.root.glob("*/*.kv")):
-            room -= held
-            if room < 0:
-                log.info("deleting the saved KV in %s to make room", file)
-                file.unlink(missing_ok=True)
+        if stem.startswith(_NAMED):
+            own = "-".join(stem.split("-")[:2])
+            _delete_oldest(self.root.glob(f"*/{own}-*.kv"), self.limit // 4 - size)
+        _delete_oldest(self.root.glob("*/*.kv"), self.limit - size)
+
+
+def _delete_oldest(files: Iterator[Path], room: int) -> None:
+    for file, held in _newest_first(files):
+        room -= held
+        if room < 0:
+            log.info("deleting the saved KV in %s to make room", file)
+            file.unlink(missing_ok=True)
+
+
+def _named(scope: str, name: str) -> str:
+    """Of a file that a client names: others cannot name it."""
+    return f"{_NAMED}{_digest(scope)}-{_digest(name)}"
 
 
 def _newest_first(files: Iterator[Path]) -> list[tuple[Path, int]]:
@@ -280,5 +335,8 @@ def _newest_first(files: Iterator[Path]) -> list[tuple[Path, int]]:
 
 def _slug(name: str) -> str:
     """A unique name that any file system accepts."""
-    tail = hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=4).hexdigest()
-    return f"{re.sub(r'[^A-Za-z0-9._]+', '_', name)[:40].strip('.')}.{tail}"
+    return f"{re.sub(r'[^A-Za-z0-9._]+', '_', name)[:40].strip('.')}.{_digest(name, 4)}"
+
+
+def _digest(name: str, size: int = 16) -> str:
+    return hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=size).hexdigest()

@@ -16,7 +16,8 @@ import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
-from modelyard.core.engine import Accepted, CacheInfo, CacheStats, PrefixStats, SequenceStats
+from modelyard.core.engine import Accepted, CacheInfo, CacheStats, MovedKv, PrefixStats, SequenceStats
+from modelyard.core.errors import Conflict, NotFound
 from modelyard.engines.llama_cpp import sequences
 from modelyard.engines.llama_cpp.job import LlamaCppJob
 from modelyard.engines.llama_cpp.kv_memory import KvMemory, kv_layout
@@ -197,6 +198,7 @@ class SequenceManager:
             longest=leaf.covered,
             copy_cost=self._copy_cost(leaf),
             can_rewind=self.kv.can_rewind,
+            wanted=job.prompt.slot,
         )
         slot = self._slot(choice)
         divergences: list[int] = []
@@ -504,6 +506,23 @@ class SequenceManager:
         older, slot.file, slot.saved = slot.file, file, len(snapshot.tokens)
         return older
 
+    def idle_slot(self, number: int, scope: str) -> SequenceSlot:
+        """The sequence at this place, if its KV is of this scope or it has none."""
+        if not 0 <= number < len(self.slots):
+            raise NotFound(f"there is no slot {number}: {self.name!r} has {len(self.slots)}", code="no_such_slot")
+        slot = self.slots[number]
+        if slot.scope != scope and (slot.busy or len(slot.tokens)):
+            raise NotFound(f"slot {number} has nothing of this key", code="slot_of_another_key")
+        if slot.busy:
+            raise Conflict(f"slot {number} is in use: try again when its answer has ended", code="slot_in_use")
+        return slot
+
+    def erase(self, number: int, scope: str) -> MovedKv:
+        slot = self.idle_slot(number, scope)
+        moved = MovedKv(len(slot.tokens), self.kv.size(slot.index) if len(slot.tokens) else 0)
+        self.clear(slot)
+        return moved
+
     @property
     def empty_slots(self) -> list[SequenceSlot]:
         return [slot for slot in self.slots if not slot.busy and not len(slot.tokens)]
@@ -531,18 +550,28 @@ class SequenceManager:
     def adopt(self, snapshot: KvSnapshot, file: str) -> bool:
         """Restores a snapshot into an empty sequence; False if there is none, or if its tokens are here already. The
         newest come first, and all of them are older than what ran here."""
-        slot, count = self.empty_slot, len(snapshot.tokens)
+        slot = self.empty_slot
         if slot is None or any(_extends(other, snapshot) for other in self.slots):
             return False
+        if not self.fill(slot, snapshot):
+            return False
+        slot.file, slot.saved = file, len(snapshot.tokens)
+        self._adoptions += 1
+        slot.use_order = -self._adoptions
+        return True
+
+    def fill(self, slot: SequenceSlot, snapshot: KvSnapshot) -> bool:
+        """Replaces what an idle sequence holds; after False it is empty."""
+        count = len(snapshot.tokens)
         if not (self.kv.restore(slot.index, snapshot.state) and self.kv.cut(slot.index, snapshot.tokens, count)):
             self.clear(slot)
             return False
-        slot.tokens, slot.checkpoints, slot.file, slot.saved = snapshot.tokens, snapshot.checkpoints, file, count
+        slot.tokens, slot.checkpoints, slot.file, slot.saved = snapshot.tokens, snapshot.checkpoints, None, 0
         slot.session, slot.adapters, slot.priority = snapshot.session, snapshot.adapters, snapshot.priority
         slot.scope, slot.exact = snapshot.scope, snapshot.exact
         slot.prompt_length = 0  # not stored
-        self._adoptions += 1
-        slot.use_order = -self._adoptions
+        self._uses += 1
+        slot.use_order = self._uses
         self.restored += count
         return True
 

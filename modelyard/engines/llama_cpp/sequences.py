@@ -265,11 +265,13 @@ def choose_sequence(
     longest: int = 0,
     copy_cost: float = inf,
     can_rewind: bool = True,
+    wanted: int | None = None,
 ) -> SequenceChoice:
-    """The cheapest idle sequence. `longest` tokens of the prompt are in some leaf; to have them in another sequence
-    costs as much as reading `copy_cost` tokens. At least one slot must be idle: the scheduler hands out no more leases
-    than there are slots."""
-    idle = [slot for slot in slots if not slot.busy]
+    """The cheapest idle sequence, or the one at the place `wanted` if that is idle. `longest` tokens of the prompt are
+    in some leaf; to have them in another sequence costs as much as reading `copy_cost` tokens. At least one slot must
+    be idle: the scheduler hands out no more leases than there are slots."""
+    asked = slots[wanted : wanted + 1] if wanted is not None else ()
+    idle = [slot for slot in asked if not slot.busy] or [slot for slot in slots if not slot.busy]
     kept = {slot.index: reusable_tokens(slot, prompt, adapters, scope, session, can_rewind=can_rewind) for slot in idle}
     for slot in idle:
         if cache_reuse and slot.session == session:

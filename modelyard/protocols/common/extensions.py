@@ -36,6 +36,7 @@ class ExtensionFields(Struct, kw_only=True, gc=False):
     chat_template_kwargs: limits.JsonObject | None = None
     documents: limits.Documents | None = None
     priority: limits.Word | None = None
+    id_slot: int | None = None  # llama-server's
     temperature: Number = None
     top_p: Number = None
     top_k: int | None = None
@@ -270,6 +271,11 @@ def read_priority(body: ExtensionFields) -> Priority | None:
     if body.priority is None:
         return None
     return "background" if body.priority in ("background", "low", "batch") else "main"
+
+
+def read_slot(body: ExtensionFields) -> int | None:
+    """llama-server's clients send -1 for any."""
+    return body.id_slot if body.id_slot is not None and body.id_slot >= 0 else None
 
 
 def read_whole(name: str, value: Any) -> int | None:

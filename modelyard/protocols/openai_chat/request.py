@@ -50,6 +50,7 @@ from modelyard.protocols.common.extensions import (
     read_constraint,
     read_priority,
     read_sampling,
+    read_slot,
     take_biased_texts,
 )
 from modelyard.protocols.common.json import decode, dumps
@@ -290,6 +291,7 @@ def read_request(body: bytes, headers: Mapping[str, str]) -> Request:
         documents=parsed.documents or (),
         priority=None if parsed.priority is None else read_priority(parsed),
         session=read_session(headers, parsed.prompt_cache_key),
+        slot=None if parsed.id_slot is None else read_slot(parsed),
         user=parsed.user or parsed.safety_identifier,
         metadata=parsed.metadata,
         store=parsed.store,
