@@ -1,7 +1,8 @@
 """How much of the package one plain chat request visits: files, functions and classes that a reader has to open.
 
-    python -m bench.walk [CONFIG] [--model NAME] [--path PATH] [--list]
+    python -m bench.walk [CONFIG] [--model NAME] [--path PATH] [--agent] [--list]
 
+With `--agent` it is a streamed Messages request with tools.
 Runs `modelyard serve` in this process with a profile function, sends requests until it is warm, and counts what each of
 the next three calls, from the socket to the reply. What also runs without a request, such as timers, does not count.
 `--list` prints every function in the order of its first call.
@@ -61,10 +62,25 @@ def counts(calls: Sequence[Call]) -> dict[str, int]:
     }
 
 
-def send(url: str, model: str) -> None:
-    message = {"role": "user", "content": "Say something."}
-    body = json.dumps({"model": model, "max_tokens": 16, "messages": [message]}).encode()
-    request = urllib.request.Request(url, body, {"content-type": "application/json"})
+_TOOLS = [
+    {
+        "name": name,
+        "description": f"{name} a file",
+        "input_schema": {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]},
+    }
+    for name in ("Read", "Write")
+]
+
+
+def send(url: str, model: str, *, agent: bool = False) -> None:
+    body: dict[str, Any] = {
+        "model": model,
+        "max_tokens": 16,
+        "messages": [{"role": "user", "content": "Say something."}],
+    }
+    if agent:
+        body |= {"stream": True, "tools": _TOOLS, "system": "You are an agent."}
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"content-type": "application/json"})
     urllib.request.urlopen(request, timeout=120).read()
 
 
@@ -80,10 +96,11 @@ def wait_until_ready(base: str, within_s: float = 120.0) -> None:
 
 
 def measure(recorder: CallRecorder, base: str, options: argparse.Namespace) -> None:
+    path = options.path or ("/v1/messages" if options.agent else "/v1/chat/completions")
     try:
         wait_until_ready(base)
         for _ in range(_WARM_UP):
-            send(base + options.path, options.model)
+            send(base + path, options.model, agent=options.agent)
         time.sleep(_SETTLE_S)
         recorder.is_on = True
         time.sleep(_IDLE_S)
@@ -93,7 +110,7 @@ def measure(recorder: CallRecorder, base: str, options: argparse.Namespace) -> N
         for _ in range(_COUNTED):
             time.sleep(_SETTLE_S)
             recorder.is_on = True
-            send(base + options.path, options.model)
+            send(base + path, options.model, agent=options.agent)
             time.sleep(_SETTLE_S)
             recorder.is_on = False
             walks.append(recorder.take())
@@ -110,7 +127,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Count what one plain chat request visits.")
     parser.add_argument("config", nargs="?", type=Path, default=ROOT / "configs" / "demo.toml")
     parser.add_argument("--model", default="demo")
-    parser.add_argument("--path", default="/v1/chat/completions")
+    parser.add_argument("--path", default="")
+    parser.add_argument("--agent", action="store_true", help="a streamed Messages request with tools")
     parser.add_argument("--list", action="store_true", help="print every function, in the order of its first call")
     options = parser.parse_args()
     recorder, port = CallRecorder(), free_port()

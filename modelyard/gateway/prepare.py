@@ -98,7 +98,8 @@ class Preparer:
         target, model, engine = self._lookup.admit(target, request.model, caller, request.allow_remote)
         if model.define is not None:
             model = await self._lookup.defined(model)
-        if self.mcp is not None and server_tools is None and (request.tools or target.mcp):
+        has_server_tools = any(tool.kind == "server" for tool in request.tools)
+        if self.mcp is not None and server_tools is None and (has_server_tools or target.mcp):
             request, server_tools = await self.offer(self.mcp, request, target, model, engine)
             began = time.perf_counter()
         request, capabilities = await self.adapt(request, caller, model, engine)
@@ -119,7 +120,9 @@ class Preparer:
             make = partial(constrain, request, model, prompts[0].text if prompts else "", structured=structured)
             constrained = make() if work is None or work.size <= INLINE_BYTES else await work.run(make)
             not_enforced = [f"not_enforced: {path}" for path in constrained.not_enforced]
-            warnings = (*warnings, *constrained.warnings, *not_enforced, *_omitted_tools(request, model))
+            warnings = (*warnings, *constrained.warnings, *not_enforced)
+        if has_server_tools:
+            warnings = (*warnings, *_omitted_tools(request, model))
         held = self._lookup.models.get(model.name)
         if prompts and held is not None and held.text is not model.text:
             return None  # the tokens may be of another vocabulary than that of the engine that would get them

@@ -97,10 +97,10 @@ def _with_edit(context: ContextManagement, edit: AnthropicEdit, ignore: Callable
 
 
 def read_fallbacks(
-    fallbacks: Sequence[AnthropicFallback] | str | None, read_thinking: Callable[[Any], Reasoning]
+    fallbacks: Sequence[AnthropicFallback] | str, read_thinking: Callable[[Any], Reasoning]
 ) -> tuple[Fallback, ...]:
     """`default` are those of the route, which apply in any case."""
-    if fallbacks is None or isinstance(fallbacks, str):
+    if isinstance(fallbacks, str):
         return ()
     return tuple(
         Fallback(each.model, each.max_tokens, None if each.thinking is None else read_thinking(each.thinking))

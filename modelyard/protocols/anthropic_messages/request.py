@@ -239,7 +239,10 @@ def read_request(body: bytes, headers: Mapping[str, str]) -> Request:
     def ignore(name: str) -> None:
         warnings[f"field_ignored:{name}"] = None
 
-    managed = context.read_context(parsed.compaction, parsed.context_management, ignore)
+    managed = None
+    if parsed.compaction is not None or parsed.context_management is not None:
+        managed = context.read_context(parsed.compaction, parsed.context_management, ignore)
+    # A client sends few of the fields: what reads the others is not called.
     return Request(
         model=parsed.model,
         messages=_read_messages(parsed, warnings),
@@ -248,7 +251,7 @@ def read_request(body: bytes, headers: Mapping[str, str]) -> Request:
         parallel_tool_calls=parallel,
         sampling=read_sampling(parsed, MAX_TEMPERATURE),
         max_tokens=parsed.max_tokens,
-        stop=_read_stop_sequences(parsed.stop_sequences),
+        stop=_read_stop_sequences(parsed.stop_sequences) if parsed.stop_sequences else (),
         constraint=read_constraint(parsed, ("output_config.format", _read_output_format(parsed))),
         reasoning=_read_reasoning(parsed),
         stream=bool(parsed.stream),
@@ -262,14 +265,12 @@ def read_request(body: bytes, headers: Mapping[str, str]) -> Request:
         previous=previous,
         thread=thread is not None,
         context=managed,
-        fallbacks=context.read_fallbacks(parsed.fallbacks, _read_fallback_thinking),
+        fallbacks=context.read_fallbacks(parsed.fallbacks, _read_fallback_thinking) if parsed.fallbacks else (),
         warnings=tuple(warnings),
     )
 
 
-def _read_stop_sequences(sequences: list[str] | None) -> tuple[str, ...]:
-    if not sequences:
-        return ()
+def _read_stop_sequences(sequences: list[str]) -> tuple[str, ...]:
     limits.check_stop_strings("stop_sequences", sequences)
     for index, stop in enumerate(sequences):
         if not stop:
@@ -337,7 +338,7 @@ _NOT_SETTINGS = frozenset({"type", "name", "cache_control", "defer_loading"})
 
 
 def _read_tools(body: MessagesBody, data: bytes) -> tuple[Tool, ...]:
-    tools, servers = body.tools or [], mcp.read_servers(body.mcp_servers or ())
+    tools, servers = body.tools or [], mcp.read_servers(body.mcp_servers) if body.mcp_servers else {}
     fields: list[dict[str, Any]] = []
     if any(_has_type(tool) for tool in tools):
         fields = decode(_typed_tool_decoder, data).tools
