@@ -389,6 +389,7 @@ class RerankRequest(Struct, frozen=True, kw_only=True):
     user: str | None = None
 
 
+DEFAULT_MODEL = "default"  # of bodies in which the model is optional: the name that the router falls back from
 LOCAL_USER = "uid:"  # begins what scopes the state of another user of the machine, on a server without keys
 
 

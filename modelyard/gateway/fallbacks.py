@@ -17,7 +17,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from urllib.parse import quote
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -92,13 +91,6 @@ def no_answer(attempts: Sequence[Attempt]) -> ModelyardError:
         kind = next((error for error in errors if error.kind in _WORTH_A_RETRY), errors[0])
     reasons = "; ".join(f"{attempt.model}: {attempt.error.message}" for attempt in attempts)
     return with_message(kind, f"no model of this route could answer: {reasons}")
-
-
-def fallback_header(skipped: Sequence[SkippedModel], model: str) -> str:
-    """`from=a; reason=overloaded; to=b`, once for each model that could not answer."""
-    names = [quote(each.model, safe="/:@") for each in skipped] + [quote(model, safe="/:@")]
-    steps = zip(skipped, names, names[1:], strict=False)
-    return ", ".join(f"from={name}; reason={quote(each.reason)}; to={to}" for each, name, to in steps)
 
 
 class FallbackPlan(Struct, frozen=True):

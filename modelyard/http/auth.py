@@ -11,11 +11,10 @@ from modelyard.accounts.keys import Key, KeyRing
 from modelyard.accounts.owner import OWNER_HEADER, OwnerProof, Role, includes
 from modelyard.core.errors import Forbidden, InvalidRequest, Unauthenticated
 from modelyard.core.request import is_api_key
-from modelyard.http.request_context import RequestContext
+from modelyard.http.request_context import GOOGLE_KEY, RequestContext
 from modelyard.http.routes import WORKBENCH
 from modelyard.http.settings import HttpSettings
 
-GOOGLE_KEY = "x-goog-api-key"  # of Google's clients
 _MAX_KNOWN_HOSTS = 64
 _MAX_QUOTED = 256  # characters of a client's text in our messages
 

@@ -14,8 +14,7 @@ from starlette.responses import Response
 from modelyard import plugins
 from modelyard.core.errors import Internal, InvalidRequest, ModelyardError, with_message
 from modelyard.core.protocol import WireError, WireProtocol
-from modelyard.http.auth import GOOGLE_KEY
-from modelyard.http.request_context import RequestContext
+from modelyard.http.request_context import GOOGLE_KEY, RequestContext
 from modelyard.http.routes import ADMIN_PATH, MethodNotAllowed, path_protocol
 from modelyard.telemetry.log import log_event
 from modelyard.telemetry.masking import hide_folders, mask_secrets

@@ -17,9 +17,8 @@ from modelyard.core.errors import Conflict, InvalidRequest, ModelyardError, TooL
 from modelyard.core.request import is_api_key
 from modelyard.core.store import FileRecord
 from modelyard.gateway.files import CHUNK, Files, in_chunks
-from modelyard.http.auth import GOOGLE_KEY
 from modelyard.http.errors import error_response, protocol_of
-from modelyard.http.request_context import RequestContext
+from modelyard.http.request_context import GOOGLE_KEY, RequestContext
 from modelyard.protocols import openai_batches as openai
 from modelyard.protocols.anthropic_messages import reply as anthropic
 from modelyard.protocols.common.json import JsonObject, encode

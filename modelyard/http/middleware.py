@@ -13,10 +13,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from modelyard.accounts.admission import Admission
 from modelyard.core.errors import ModelyardError, NotFound, TooLarge, Unavailable
 from modelyard.gateway.gateway import Gateway
-from modelyard.http.auth import GOOGLE_KEY, Authenticator, require
+from modelyard.http.auth import Authenticator, require
 from modelyard.http.connection import user_of
 from modelyard.http.errors import as_modelyard_error, write_error
-from modelyard.http.request_context import CONTEXT_KEY, SHUTTING_DOWN, RequestContext, send_error
+from modelyard.http.request_context import CONTEXT_KEY, GOOGLE_KEY, SHUTTING_DOWN, RequestContext, send_error
 from modelyard.http.routes import OTHER, WORKBENCH, RouteTable, path_protocol
 from modelyard.http.settings import HttpSettings
 from modelyard.processes.sandbox import current_client

@@ -17,15 +17,16 @@ from modelyard.core.events import CacheReuse, Finished
 from modelyard.core.limits import MAX_WARNINGS
 from modelyard.core.protocol import INLINE_BYTES, WireError
 from modelyard.core.request import Caller, Priority
-from modelyard.gateway.fallbacks import fallback_header
 from modelyard.gateway.request_work import run_in_request_thread
 from modelyard.gateway.stream import Stream
 from modelyard.http.routes import Row
 from modelyard.http.settings import HttpSettings
 from modelyard.router.router import Target
+from modelyard.telemetry.history import SkippedModel
 
 SHUTTING_DOWN = "shutting_down"
 TIMEOUT_HEADER = "x-modelyard-timeout"
+GOOGLE_KEY = "x-goog-api-key"  # of Google's clients
 _MAX_TIMEOUT_S = 7 * 86400
 _PATH_CHARS = 200
 CONTEXT_KEY = "modelyard.context"  # in the scope: its RequestContext
@@ -127,6 +128,13 @@ class RequestContext(Struct):
         if self.not_enforced:
             headers.append((b"x-modelyard-not-enforced", _listed(self.not_enforced)))
         return headers
+
+
+def fallback_header(skipped: Sequence[SkippedModel], model: str) -> str:
+    """`from=a; reason=overloaded; to=b`, once for each model that could not answer."""
+    names = [quote(each.model, safe="/:@") for each in skipped] + [quote(model, safe="/:@")]
+    steps = zip(skipped, names, names[1:], strict=False)
+    return ", ".join(f"from={name}; reason={quote(each.reason)}; to={to}" for each, name, to in steps)
 
 
 def _listed(paths: Sequence[str]) -> bytes:

@@ -27,8 +27,7 @@ from msgspec.structs import replace
 
 from modelyard.core.engine import CacheInfo
 from modelyard.core.errors import InvalidRequest, NotFound
-from modelyard.core.request import Sampling
-from modelyard.protocols.common.openai_fields import DEFAULT_MODEL
+from modelyard.core.request import DEFAULT_MODEL, Sampling
 from modelyard.router.settings import CacheSettings, DecodingSettings, ModelSettings, RouteSettings
 
 # Clients choose the names: bound the cache of resolved ones in number and length.

@@ -10,11 +10,10 @@ import pytest
 from modelyard.core import errors
 from modelyard.core.errors import ModelyardError
 from modelyard.core.events import Failed, Finished, Started
-from modelyard.gateway.fallbacks import Attempt, fallback_header, leads_on, no_answer
+from modelyard.gateway.fallbacks import Attempt, leads_on, no_answer
 from modelyard.router.router import build_router
 from modelyard.router.settings import RouteSettings
 from modelyard.scheduler.settings import SchedulerOptions
-from modelyard.telemetry.history import SkippedModel
 from tests.gateway.harness import CALLER, GatewayHarness, config, make_request, read_events
 
 
@@ -56,13 +55,6 @@ def test_the_clients_own_error_stays_what_it_is() -> None:
     found = no_answer([Attempt("a", errors.Unavailable("lost")), Attempt("b", errors.InvalidRequest("bad", param="x"))])
     assert isinstance(found, errors.InvalidRequest)
     assert found.param == "x"
-
-
-def test_names_in_the_header_cannot_break_it() -> None:
-    skipped = [SkippedModel("a; b\r\nx: y", "full"), SkippedModel("模型", "lost")]
-    assert fallback_header(skipped, "c/d:e") == (
-        "from=a%3B%20b%0D%0Ax:%20y; reason=full; to=%E6%A8%A1%E5%9E%8B, from=%E6%A8%A1%E5%9E%8B; reason=lost; to=c/d:e"
-    )
 
 
 # --- the stream -------------------------------------------------------------------------------------------------------

@@ -18,12 +18,14 @@ from modelyard.http.request_context import (
     MAX_CONTAINERS,
     MAX_VALUES,
     RequestContext,
+    fallback_header,
     json_fault,
     read_body,
     send_error,
     send_json,
 )
 from modelyard.http.settings import HttpSettings
+from modelyard.telemetry.history import SkippedModel
 
 SETTINGS = HttpSettings(max_body_bytes=1000, max_json_depth=5)
 
@@ -214,3 +216,10 @@ def test_the_number_of_containers_and_values_is_limited() -> None:
     assert json_fault(b"[" + b"1," * (MAX_VALUES - 1) + b"1]", 64) is None
     assert "values" in str(json_fault(b"[" + b"1," * (MAX_VALUES + 1) + b"1]", 64))
     assert json_fault(b'["' + b"," * (MAX_VALUES + 1) + b'"]', 64) is None
+
+
+def test_names_of_models_that_could_not_answer_cannot_break_their_header() -> None:
+    skipped = [SkippedModel("a; b\r\nx: y", "full"), SkippedModel("模型", "lost")]
+    assert fallback_header(skipped, "c/d:e") == (
+        "from=a%3B%20b%0D%0Ax:%20y; reason=full; to=%E6%A8%A1%E5%9E%8B, from=%E6%A8%A1%E5%9E%8B; reason=lost; to=c/d:e"
+    )

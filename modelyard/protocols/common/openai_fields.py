@@ -13,11 +13,11 @@ from msgspec.structs import replace
 from modelyard.core import limits
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.events import StopReason, TokenLogprob, Usage
+from modelyard.core.request import DEFAULT_MODEL as DEFAULT_MODEL
 from modelyard.protocols.common.extensions import ExtensionFields
 from modelyard.protocols.common.json import JsonObject, encode
 
 FINGERPRINT = "fp_modelyard"
-DEFAULT_MODEL = "default"  # for bodies in which the model is optional: the name that the router falls back from
 DONE = b"data: [DONE]\n\n"
 MAX_N = 128
 MAX_TOP_LOGPROBS = 20
