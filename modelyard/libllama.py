@@ -362,8 +362,16 @@ _STAGING: dict[str, tuple[str, _Declaration]] = {
     "llama_get_embeddings_nextn": (_CONTEXT, (c_void_p, [c_void_p])),
     "llama_get_embeddings_nextn_ith": (_CONTEXT + "i", (c_void_p, [c_void_p, c_int32])),
     "llama_set_nextn_layer_offset": (_CONTEXT + "i", (None, [c_void_p, c_int32])),
+    "llama_set_embeddings_layer_inp": (_CONTEXT + "jb", (None, [c_void_p, c_uint32, c_bool])),
+    "llama_get_embeddings_layer_inp": (_CONTEXT + "j", (c_void_p, [c_void_p, c_uint32])),
+    "llama_model_target_layer_ids": ("PK11llama_model", (c_void_p, [c_void_p])),
+    "llama_model_target_layer_ids_n": ("PK11llama_model", (c_uint32, [c_void_p])),
 }
-FEATURES: dict[str, tuple[str, ...]] = {"mtp": tuple(_STAGING)}
+# What each kind of drafts needs.
+FEATURES: dict[str, tuple[str, ...]] = {
+    "mtp": tuple(_STAGING)[:5],
+    "eagle3": tuple(_STAGING)[1:4] + tuple(_STAGING)[5:],
+}
 
 
 class ShortCalls:

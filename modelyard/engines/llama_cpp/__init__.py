@@ -51,7 +51,7 @@ def _require_runnable(file: Path) -> None:
 
 
 def _require_mtp_layers(options: Options) -> None:
-    if (file := find_model_file(options.path)) is not None:
+    if options.draft_model_path is None and (file := find_model_file(options.path)) is not None:
         require_mtp_layers(read_model_shape(file))
 
 

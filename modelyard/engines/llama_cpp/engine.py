@@ -40,10 +40,10 @@ from modelyard.core.errors import (
 from modelyard.engines.in_process import ThreadedEngine
 from modelyard.engines.llama_cpp import adapters, loading
 from modelyard.engines.llama_cpp.adapters import LoraAdapters, parse_adapter_argument
-from modelyard.engines.llama_cpp.binding import ThreadPool, lib, short
+from modelyard.engines.llama_cpp.binding import ThreadPool, lib
 from modelyard.engines.llama_cpp.context import LlamaContext
 from modelyard.engines.llama_cpp.embedding import Embedder
-from modelyard.engines.llama_cpp.estimate import max_outputs, rows_per_stream
+from modelyard.engines.llama_cpp.estimate import max_outputs, require_mtp_layers, rows_per_stream
 from modelyard.engines.llama_cpp.grammar_mask import GrammarMasks, token_piece
 from modelyard.engines.llama_cpp.graph_sampler import MAX_SEQUENCES, GraphSampler
 from modelyard.engines.llama_cpp.job import LlamaCppJob, ReasoningLimit
@@ -51,7 +51,7 @@ from modelyard.engines.llama_cpp.kv_store import KvStore, store_folder
 from modelyard.engines.llama_cpp.media import MediaEncoder, Projector
 from modelyard.engines.llama_cpp.media_tokens import text_ids
 from modelyard.engines.llama_cpp.model_shape import ModelShape
-from modelyard.engines.llama_cpp.mtp import MtpDrafter, MtpHead, require_heads
+from modelyard.engines.llama_cpp.mtp import HeadKind, MtpDrafter, MtpHead, own_head, require_head
 from modelyard.engines.llama_cpp.options import CAPABILITIES, Options, context_layouts, model_capabilities
 from modelyard.engines.llama_cpp.sampler import Sampler
 from modelyard.engines.llama_cpp.sampler_chain import DrySamplers
@@ -120,7 +120,9 @@ class LlamaCppEngine(ThreadedEngine[LlamaCppJob]):
         self.info = replace(self.info, caches=dict(self.spec.caches), capabilities=capabilities)
         defer = self._resources.callback
         if options.speculation == "mtp":
-            require_heads(shape)
+            require_head("mtp")
+            if shape is not None and options.draft_model_path is None:
+                require_mtp_layers(shape)
         self._model = loading.load_model(path, options, report)
         defer(lib.llama_model_free, self._model)
         self._vocab = lib.llama_model_get_vocab(self._model)
@@ -143,7 +145,7 @@ class LlamaCppEngine(ThreadedEngine[LlamaCppJob]):
         defer(self._dry.close)
         defer(self._masks.close)
         if capabilities.generates:
-            self._create_caches(options, path)
+            self._create_caches(options, path, shape)
 
     def _load_projector(self, path: Path, options: Options) -> Projector | None:
         """One that merely lies beside the model may belong to another model: then this one reads text."""
@@ -158,11 +160,14 @@ class LlamaCppEngine(ThreadedEngine[LlamaCppJob]):
             log.warning("%r takes no images or audio: %s", self.spec.model, error)
             return None
 
-    def _create_caches(self, options: Options, path: Path) -> None:
+    def _create_caches(self, options: Options, path: Path, shape: ModelShape | None) -> None:
         defer, attach = self._resources.callback, self._thread_pool.attach
         if options.uses_draft_model:
-            self._draft_model = DraftModel(options, self._model, attach, lambda _: self._stop_error is None)
+            self._draft_model = DraftModel(options, self._model, shape, attach, lambda _: self._stop_error is None)
             defer(self._draft_model.close)
+        head = None if self._draft_model is None else self._draft_model.head
+        if options.speculation == "mtp" and head is None:
+            head = own_head(self._model)
         vectors = adapters.load_control_vectors(options, self._model)
         in_graph, sampled = loading.samples_in_graph(self._model, options), rows_per_stream(options)
         for layout in context_layouts(self.spec.caches, options):
@@ -182,7 +187,7 @@ class LlamaCppEngine(ThreadedEngine[LlamaCppJob]):
                     "it does one, so each has its own",
                     self.spec.model,
                 )
-            context.speculator = self._create_speculator(context, raw)
+            context.speculator = self._create_speculator(context, raw, head)
             if in_graph and (sequences := layout.info.parallel) <= MAX_SEQUENCES:
                 has_memory = partial(loading.has_memory_left, options)
                 context.graph_sampler = GraphSampler(raw, sequences, accepts=sampled > 1, has_memory=has_memory)
@@ -201,7 +206,7 @@ class LlamaCppEngine(ThreadedEngine[LlamaCppJob]):
             self._kv_store = KvStore(folder, self.spec, path, self._adapters, self._caches.values())
             self._kv_store.restore_all(self._caches.values(), lambda: self._stop_error is None)
 
-    def _create_speculator(self, context: LlamaContext, raw: Any) -> Speculator | None:
+    def _create_speculator(self, context: LlamaContext, raw: Any, head: HeadKind | None) -> Speculator | None:
         options: Options = self.spec.options
         if options.speculation == "off":
             return None
@@ -210,19 +215,21 @@ class LlamaCppEngine(ThreadedEngine[LlamaCppJob]):
             if options.speculation != "auto":
                 log.warning("the model %r cannot rewind: no speculation in the cache %r", self.spec.model, name)
             return None
-        if options.speculation == "mtp":
-            return self._create_head(context, raw, name, options)
         draft_model = self._draft_model
+        if head is not None:
+            model = self._model if draft_model is None else draft_model.raw
+            return self._create_head(context, raw, name, model, head)
         drafter = NgramDrafter() if draft_model is None else draft_model.create_drafter(name, info)
         return Speculator(drafter, options.max_draft, info.window, measured=options.speculation == "auto")
 
-    def _create_head(self, context: LlamaContext, raw: Any, name: str, options: Options) -> Speculator:
-        info = context.layout.info
-        head = MtpHead(raw, name, info, options)
+    def _create_head(self, context: LlamaContext, raw: Any, name: str, model: Any, kind: HeadKind) -> Speculator:
+        info, options = context.layout.info, self.spec.options
+        head = MtpHead(raw, model, name, info, options, kind)
         self._thread_pool.attach(head.context)
         context.head = head
-        context.kv.attach(head, short.model_n_layer_nextn(self._model))
-        return Speculator(MtpDrafter(head, options.draft_p_min), options.max_draft, info.window, measured=True)
+        context.kv.attach(head, kind.mark)
+        most = options.max_draft if kind.layers == 1 else min(options.max_draft, kind.layers)
+        return Speculator(MtpDrafter(head, options.draft_p_min), most, info.window, measured=True)
 
     def _after_shutdown(self) -> None:
         """The engine closes even if saving fails."""

@@ -24,7 +24,7 @@ from modelyard.core.engine import AvailableMemory, CacheInfo, MemoryEstimate
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.units import format_size as format_size
 from modelyard.engines.llama_cpp.library import cpu_features, has_amx_kernels
-from modelyard.engines.llama_cpp.model_shape import ROLLBACK_ARCHITECTURES, ModelShape, read_model_shape
+from modelyard.engines.llama_cpp.model_shape import HEAD_FILES, ROLLBACK_ARCHITECTURES, ModelShape, read_model_shape
 from modelyard.engines.llama_cpp.options import (
     LOGIT_ROWS,
     Options,
@@ -61,15 +61,19 @@ def require_mtp_layers(model: ModelShape) -> None:
 
 
 def with_heads(options: Options, model: ModelShape) -> Options:
-    """What `auto` means for a model that has its own heads."""
-    if options.speculation != "auto" or options.draft_model_path is not None or not model.mtp_layers:
+    """What `auto` means for a model that has its own heads, and for a file that drafts for it."""
+    if options.speculation == "auto" and options.draft_model_path is None and model.mtp_layers:
+        return options.model_copy(update={"speculation": "mtp"})
+    if not options.uses_draft_model or (draft := draft_shape(options, model)) is None:
         return options
-    return options.model_copy(update={"speculation": "mtp"})
+    if draft.architecture not in HEAD_FILES:
+        return options
+    return options.model_copy(update={"speculation": "draft", "draft_n_max": options.draft_n_max or 3})
 
 
 def draft_shape(options: Options, model: ModelShape) -> ModelShape | None:
     """What drafts: the model's own heads, or a draft model. The weights of the heads are in the model's file."""
-    if options.speculation == "mtp":
+    if options.speculation == "mtp" and options.draft_model_path is None:
         return model.head_shape()
     if not options.uses_draft_model or options.draft_model_path is None:
         return None

@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 from modelyard import libllama
 from modelyard.core.errors import InvalidRequest
+from modelyard.engines.llama_cpp.model_shape import HEAD_FILES
 from modelyard.engines.llama_cpp.selftest import fingerprint
 from modelyard.library.cache_dir import cache_dir
 from modelyard.library.llama_cpp_package import library_folder
@@ -174,6 +175,11 @@ def _compute(lib: Any, model: Path, adapters: Sequence[str], *, header_only: boo
     for adapter in adapters:
         if not lib.llama_adapter_lora_init(raw, adapter.encode()):
             return llama_log.first_error()
+    kind = ctypes.create_string_buffer(64)
+    lib.llama_model_meta_val_str(raw, b"general.architecture", kind, len(kind))
+    if kind.value.decode("utf-8", "replace") in HEAD_FILES:  # it computes with its model only, in a process of its own
+        lib.llama_model_free(raw)
+        return None
     context_params = lib.llama_context_default_params()
     context_params.n_ctx = context_params.n_batch = context_params.n_ubatch = 64
     context_params.n_threads = context_params.n_threads_batch = 1

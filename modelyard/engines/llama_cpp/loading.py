@@ -249,7 +249,9 @@ def prepare_spec(spec: EngineSpec, model: ModelShape | None, share: float = 1.0)
 
 def resolve_speculation(spec: EngineSpec, model: ModelShape | None) -> EngineSpec:
     """`auto` drafts with the model's own heads, if the file has them and the library can run them."""
-    if model is None or lib.lacks("mtp") or (options := with_heads(spec.options, model)) is spec.options:
+    if model is None or (options := with_heads(spec.options, model)) is spec.options:
+        return spec
+    if options.speculation == "mtp" and lib.lacks("mtp"):
         return spec
     return structs.replace(spec, options=options)
 
@@ -283,7 +285,7 @@ def load_model(path: Path, options: Options, report: Callable[[float], bool]) ->
     file_check.check_weights(path, lambda: report(0.0))
     params = lib.llama_model_default_params()
     params.n_gpu_layers = -1 if options.n_gpu_layers == "auto" else options.n_gpu_layers
-    params.load_mode, params.load_mtp = load_mode(options), options.speculation == "mtp"
+    params.load_mode, params.load_mtp = load_mode(options), options.speculation == "mtp" or options.uses_draft_model
     placement = TensorPlacement(options)
     placement.apply(params)
     params.progress_callback = callback = lib.llama_progress_callback(_with_huge_pages(report))
@@ -407,14 +409,15 @@ def create_context(model: Any, name: str, info: CacheInfo, options: Options, out
 
 
 def create_head_context(
-    model: Any, name: str, info: CacheInfo, options: Options, target: Any, outputs: int, kind: int
+    model: Any, name: str, info: CacheInfo, options: Options, target: Any, outputs: int, kind: int, *, shares_kv: bool
 ) -> Any:
-    """A context of the model's MTP layers, for drafts of the target. It can always be cut."""
+    """A context of the layers that draft for the target. It can always be cut, unless it shares the target's KV."""
     params = context_parameters(info, options)
-    params.ctx_type, params.ctx_other, params.n_rs_seq, params.swa_full = kind, target, 0, True
+    params.ctx_type, params.ctx_other, params.n_rs_seq = kind, target, 0
+    params.swa_full = params.swa_full or not shares_kv
     params.n_batch = max(params.n_batch, outputs)
     params.n_outputs_max = outputs
-    return _create_context(model, params, f"the MTP context of the cache {name!r}")
+    return _create_context(model, params, f"the context of the cache {name!r} for drafts")
 
 
 def create_embedding_context(model: Any, options: Options, cells: int, sequences: int, pooling: Pooling) -> Any:

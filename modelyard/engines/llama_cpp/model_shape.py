@@ -39,8 +39,20 @@ ROLLBACK_ARCHITECTURES = frozenset(
 )
 
 
-# Those whose one MTP layer was seen to draft as its model does.
-MTP_ARCHITECTURES = frozenset(("qwen35", "qwen35moe"))
+# Those whose MTP layers llama.cpp runs: one, where it asserts that, or several in turn.
+_ONE_MTP_LAYER = {
+    *("bailingmoe3", "cohere2moe", "deepseek2", "deepseek32", "deepseek4", "glm-dsa", "glm4moe", "nemotron_h_moe"),
+    *("qwen35", "qwen35moe"),
+}
+_MTP_LAYERS = {"hy_v3", "mimo2", "step35"}
+# Files that draft for another model, by architecture, and the kind of drafts.
+HEAD_FILES = {"gemma4-assistant": "mtp", "eagle3": "eagle3", "dflash": "dflash"}
+# Those of whose layers llama.cpp gives the inputs, which EAGLE-3 reads.
+FEATURE_ARCHITECTURES = {
+    *("bailingmoe3", "deepseek4", "gemma3n", "gemma4", "gpt-oss", "hunyuan_vl", "lfm2", "llama", "mimo2", "minimax-01"),
+    *("minimax-m2", "muse-glimmer", "nanbeige", "nemotron_h", "qwen3", "qwen35", "qwen35moe", "qwen3moe", "qwen3next"),
+    "qwen4exp",
+}
 
 
 class ModelShape(Struct, frozen=True):
@@ -73,6 +85,7 @@ class ModelShape(Struct, frozen=True):
     unused_mtp_layers: int = 0  # of an architecture whose MTP layers are not run
     mtp_key: int = 0  # widths of one token's KV in the MTP layers
     mtp_value: int = 0
+    feature_width: int = 0  # of the target that an EAGLE-3 file reads
 
     def head_shape(self) -> ModelShape | None:
         """The MTP layers as a model of their own; their weights count for the model."""
@@ -120,13 +133,21 @@ def _model_shape(metadata: Mapping[str, Any], files: tuple[tuple[int, list[Tenso
         purpose=model_purpose(metadata),
         architecture=facts.architecture,
         positions=tensors[_POSITION_TABLE][0] if _POSITION_TABLE in tensors else None,
-        **_mtp_layers(facts),
+        feature_width=facts.number("target_hidden_size"),
+        **_mtp_layers(facts, tensors),
     )
 
 
-def _mtp_layers(facts: _Facts) -> dict[str, int]:
+def _mtp_layers(facts: _Facts, tensors: Mapping[str, Any]) -> dict[str, int]:
+    """A file may name layers whose tensors are in another file."""
     count = facts.number("nextn_predict_layers")
-    if facts.architecture not in MTP_ARCHITECTURES:
+    one, several = facts.architecture in _ONE_MTP_LAYER, facts.architecture in _MTP_LAYERS
+    layers = range(facts.layers, facts.layers + count)
+    needed = ["nextn.eh_proj"]  # llama.cpp asserts that it has them
+    if facts.architecture == "mimo2":
+        needed += ["attn_qkv", "ffn_gate"]
+    has_all = all(f"blk.{layer}.{name}.weight" in tensors for layer in layers for name in needed)
+    if not (several or (one and count <= 1)) or not has_all:
         return {"unused_mtp_layers": count}
     heads = sum(facts.kv_heads[facts.layers :])
     key, value = (facts.number(f"attention.{name}", facts.head_size) for name in ("key_length", "value_length"))

@@ -326,7 +326,7 @@ class Options(BaseModel):
 
     @property
     def uses_draft_model(self) -> bool:
-        return self.draft_model_path is not None and self.speculation in ("auto", "draft")
+        return self.draft_model_path is not None and self.speculation in ("auto", "draft", "mtp")
 
     @property
     def rollback(self) -> int:

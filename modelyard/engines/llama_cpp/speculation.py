@@ -24,7 +24,8 @@ from modelyard.engines.llama_cpp.binding import lib, short
 from modelyard.engines.llama_cpp.estimate import require_supported
 from modelyard.engines.llama_cpp.job import LlamaCppJob
 from modelyard.engines.llama_cpp.logits import logits_row
-from modelyard.engines.llama_cpp.model_shape import ModelShape, read_model_shape
+from modelyard.engines.llama_cpp.model_shape import HEAD_FILES, ModelShape, read_model_shape
+from modelyard.engines.llama_cpp.mtp import HeadKind, head_of_file
 from modelyard.engines.llama_cpp.options import Options
 from modelyard.engines.llama_cpp.sequences import common_prefix
 from modelyard.library.model_files import locate_model_file
@@ -315,14 +316,23 @@ class DraftModel:
     """The weights. Close it after the drafters that use them."""
 
     def __init__(
-        self, options: Options, target: Any, attach: Callable[[Any], None], report: Callable[[float], bool]
+        self,
+        options: Options,
+        target: Any,
+        shape: ModelShape | None,
+        attach: Callable[[Any], None],
+        report: Callable[[float], bool],
     ) -> None:
         path = locate_model_file(options.draft_model_path or "")
         self._options, self._attach = options, attach
         self._shape = _check_draft_shape(read_model_shape(path), path)
-        self._raw = loading.load_model(path, options, report)
+        self.head: HeadKind | None = None  # of a file that is no model of its own
+        self.raw = loading.load_model(path, options, report)
         try:
-            check_draft_model(self._raw, target, str(path))
+            self.head = head_of_file(self._shape, self.raw, shape, target)
+            if options.speculation == "mtp" and self.head is None:
+                raise _unusable(str(path), "speculation = mtp takes the assistant of a Gemma 4 model")
+            check_draft_model(self.raw, target, str(path))
         except InvalidRequest:
             self.close()
             raise
@@ -334,13 +344,13 @@ class DraftModel:
                 f"{info.window}: use a smaller n_ctx or another draft model",
                 code="draft_model_unusable",
             )
-        context = loading.create_context(self._raw, f"{cache} of the draft model", info, self._options)
+        context = loading.create_context(self.raw, f"{cache} of the draft model", info, self._options)
         self._attach(context)
         n_ubatch = self._options.for_cache(info).n_ubatch
         return ModelDrafter(context, n_ubatch, info.parallel, self._options.draft_p_min)
 
     def close(self) -> None:
-        raw, self._raw = self._raw, None
+        raw, self.raw = self.raw, None
         if raw is not None:
             lib.llama_model_free(raw)
 
@@ -461,6 +471,8 @@ def most_likely_token(logits: Any) -> tuple[int, float]:
 
 
 def _check_draft_shape(shape: ModelShape, path: Path) -> ModelShape:
+    if shape.architecture in HEAD_FILES:
+        return shape
     require_supported(path, shape.architecture)
     if shape.purpose.task != "chat" or not shape.purpose.causal:
         raise _unusable(str(path), "it does not generate")

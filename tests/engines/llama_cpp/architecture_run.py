@@ -109,8 +109,8 @@ async def _run(name: str, folder: Path) -> ArchitectureResult:
     from modelyard.engines import llama_cpp
     from modelyard.engines.llama_cpp.engine import LlamaCppEngine
 
-    is_real = name == GEMMA
-    path = real_models.gemma() if is_real else architectures.model(name)
+    is_real, (target, _, drafts) = name == GEMMA, name.partition("+")
+    path = real_models.gemma() if is_real else architectures.model(target)
     usual: dict[str, Any] = {
         "n_threads": 1,
         "n_ubatch": 4 * _UBATCH if is_real else _UBATCH,
@@ -119,6 +119,9 @@ async def _run(name: str, folder: Path) -> ArchitectureResult:
         "speculation": "mtp" if name in architectures.WITH_HEADS else "ngram",
         "draft_p_min": 0.0,
     }
+    if drafts:
+        usual["speculation"] = "auto"
+        usual["draft_model_path"] = str(architectures.draft_file(target, folder / "draft.gguf"))
     options = llama_cpp.Options(path=str(path), kv_store=str(folder), embeddings=not is_real, **usual)
     engine = LlamaCppEngine(EngineSpec(name, options, {"main": CacheInfo(_WINDOW, 3)}))
     try:

@@ -231,9 +231,24 @@ UNTESTED: dict[str, Facts] = {
 }
 # With MTP layers behind those of the model: files that draft for themselves.
 HEADS_SUFFIX = "-mtp"
+
+
+def _with_heads(facts: Facts, heads: int) -> Facts:
+    """Lists have a number for each layer; those of the heads attend and have experts."""
+    layers = facts.get("block_count", LAYERS)
+    assert isinstance(layers, int)
+    lists = {key: [*value, *[value[0]] * heads] for key, value in facts.items() if isinstance(value, list)}
+    lists.pop("rope.dimension_sections", None)
+    return facts | lists | {"block_count": layers + heads, "nextn_predict_layers": heads}
+
+
 WITH_HEADS: dict[str, Facts] = {
-    f"{name}{HEADS_SUFFIX}": ARCHITECTURES[name] | {"block_count": LAYERS + heads, "nextn_predict_layers": heads}
-    for name, heads in (("qwen35", 1), ("qwen35moe", 1))
+    f"{name}{HEADS_SUFFIX}": _with_heads(ARCHITECTURES[name], heads)
+    for name, heads in (
+        *((name, 1) for name in ("qwen35", "qwen35moe", "glm4moe", "deepseek2", "deepseek32", "glm-dsa", "cohere2moe")),
+        *((name, 1) for name in ("bailingmoe3", "nemotron_h_moe", "deepseek4")),
+        *(("hy_v3", 1), ("mimo2", 2), ("step35", 3)),
+    )
 }
 _ALL = ARCHITECTURES | UNTESTED | WITH_HEADS
 
@@ -456,15 +471,7 @@ def random_values(name: str, shape: tuple[int, ...]) -> Any:
     return values * (0.1 if len(shape) == 1 else 0.2)
 
 
-Values = Callable[[str, tuple[int, ...]], Any]
-
-
-def write_model(name: str, path: Path, own: Facts = MappingProxyType({}), values: Values = random_values) -> None:
-    """`own`: facts that replace those of the architecture."""
-    import gguf
-
-    facts, name = metadata(name) | own, name.removesuffix(HEADS_SUFFIX)
-    writer = gguf.GGUFWriter(path, name)
+def _add_facts(writer: Any, facts: Facts) -> None:
     for key, value in facts.items():
         if key == "general.architecture":
             continue
@@ -478,14 +485,71 @@ def write_model(name: str, path: Path, own: Facts = MappingProxyType({}), values
             writer.add_string(key, value)
         else:
             writer.add_array(key, value)
+
+
+_ATTENDING = ("bailingmoe3", "nemotron_h_moe")  # hybrids whose first layer attends
+_HEAD_NORMS = {
+    "bailingmoe3": "layer_output_norm",
+    "mimo2": "layer_output_norm",
+    "nemotron_h_moe": "post_attention_norm",
+}
+
+
+def _head_block(name: str, shapes: Mapping[str, tuple[int, ...]], trunk: int, width: int) -> dict[str, tuple[int, ...]]:
+    """The tensors of an MTP layer, by their names in it: some releases name them only if the file has them."""
+
+    def of(layer: int) -> dict[str, tuple[int, ...]]:
+        prefix = f"blk.{layer}."
+        return {key.removeprefix(prefix): shape for key, shape in shapes.items() if key.startswith(prefix)}
+
+    block = of(trunk - 1)
+    if name in _ATTENDING:
+        feeding = {tensor: shape for tensor, shape in block.items() if tensor.startswith(("ffn", "exp_probs"))}
+        block = {key: shape for key, shape in of(0).items() if not key.startswith("ffn_") or "norm" in key} | feeding
+    elif name == "deepseek4":
+        block = of(0)
+    elif name == "mimo2":
+        block = {key: shape for key, shape in block.items() if not key.startswith(("ffn_", "exp_")) or "norm" in key}
+        block |= {"ffn_gate.weight": (FEED, width), "ffn_up.weight": (FEED, width), "ffn_down.weight": (width, FEED)}
+    norms = [f"nextn.{each}" for each in ("enorm", "hnorm", "shared_head_norm")]
+    if name == "bailingmoe3":
+        norms.pop()
+    norms += [_HEAD_NORMS[name]] if name in _HEAD_NORMS else []
+    return block | {f"{norm}.weight": (width,) for norm in norms} | {"nextn.eh_proj.weight": (width, 2 * width)}
+
+
+Values = Callable[[str, tuple[int, ...]], Any]
+
+
+def write_model(name: str, path: Path, own: Facts = MappingProxyType({}), values: Values = random_values) -> None:
+    """`own`: facts that replace those of the architecture."""
+    import gguf
+
+    facts, name = metadata(name) | own, name.removesuffix(HEADS_SUFFIX)
+    writer = gguf.GGUFWriter(path, name)
+    _add_facts(writer, facts)
     width = facts[f"{name}.embedding_length"]
     optional = {
         key: (*shape[:-1], width if shape[-1] == WIDTH else shape[-1]) for key, shape in _OPTIONAL.get(name, {}).items()
     }
     shapes = tensor_shapes(facts) | optional
     if heads := facts.get(f"{name}.nextn_predict_layers"):  # a file may have the heads only: then the rest is optional
-        trunk = {f"{name}.block_count": facts[f"{name}.block_count"] - heads, f"{name}.nextn_predict_layers": 0}
+        layers = facts[f"{name}.block_count"]
+        lists = {
+            key: value[:-heads] for key, value in facts.items() if isinstance(value, list) and len(value) == layers
+        }
+        trunk = lists | {f"{name}.block_count": layers - heads, f"{name}.nextn_predict_layers": 0}
         shapes |= tensor_shapes(facts | trunk)
+    for layer in range(layers - heads, layers) if heads else ():
+        if f"blk.{layer}.nextn.eh_proj.weight" not in shapes:
+            block = _head_block(name, shapes, layers - heads, width)
+            shapes |= {f"blk.{layer}.{tensor}": shape for tensor, shape in block.items()}
+    if name == "mimo2":  # its heads need one matrix
+        for layer in range(facts[f"{name}.block_count"] - (heads or 0), facts[f"{name}.block_count"]):
+            if parts := [
+                shapes.pop(each) for each in [f"blk.{layer}.attn_{x}.weight" for x in "qkv"] if each in shapes
+            ]:
+                shapes[f"blk.{layer}.attn_qkv.weight"] = (sum(rows for rows, _ in parts), parts[0][1])
     if values is not random_values:
         shapes["output.weight"] = shapes["token_embd.weight"]
     if name == "phi3":  # either one matrix or three
@@ -498,6 +562,63 @@ def write_model(name: str, path: Path, own: Facts = MappingProxyType({}), values
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+# --- files that draft for another model -------------------------------------------------------------------------------
+
+DRAFT_FILES = {"gemma4": "gemma4-assistant", "qwen3": "eagle3", "qwen35": "eagle3", "llama": "eagle3"}
+
+
+def draft_file(target: str, path: Path, values: Values = random_values, width: int = WIDTH) -> Path:
+    """For the tiny model of this architecture, or a wider one: a Gemma 4 assistant, which is wider yet, or EAGLE-3."""
+    import gguf
+
+    name = DRAFT_FILES[target]
+    own = {"block_count": 1, "attention.head_count": HEADS, "attention.head_count_kv": HEADS, "embedding_length": width}
+    own |= {"feed_forward_length": FEED, "context_length": WINDOW, "attention.layer_norm_rms_epsilon": 1e-5}
+    own |= {"rope.freq_base": 10000.0, "attention.key_length": HEAD, "attention.value_length": HEAD}
+    norms, extra, inputs = ["attn_norm", "ffn_norm"], dict[str, tuple[int, ...]](), width
+    if name == "eagle3":
+        own |= {"target_layers": [0, 1, 1], "target_hidden_size": width, "rope.dimension_count": HEAD}
+        norms, inputs = [*norms, "attn_norm_2"], 2 * width
+        extra = {"fc.weight": (width, 3 * width), "output.weight": (0, width), "token_embd.weight": (0, width)}
+        extra |= {f"blk.0.attn_{each}.weight": (HEADS * HEAD, inputs) for each in "kv"}
+    else:
+        target_width, width = width, width + 32
+        inputs = width
+        own |= {"block_count": 2, "nextn_predict_layers": 2, "embedding_length": width}
+        own |= {"embedding_length_out": target_width}
+        own |= {"attention.sliding_window": SLIDING_WINDOW, "attention.sliding_window_pattern": [1, 0]}
+        own |= {f"attention.{side}_length_swa": HEAD for side in ("key", "value")}
+        extra = {"nextn.pre_projection.weight": (width, 2 * target_width), "token_embd.weight": (0, width)}
+        extra |= {"nextn.post_projection.weight": (target_width, width), "rope_freqs.weight": (HEAD // 2,)}
+        norms += ["post_attention_norm", "post_ffw_norm"]
+    vocabulary = _vocabulary()
+    tokens = vocabulary["tokenizer.ggml.tokens"]
+    assert isinstance(tokens, list)
+    shapes = {key: (len(tokens) if not shape[0] else shape[0], *shape[1:]) for key, shape in extra.items()}
+    shapes["output_norm.weight"] = (width,)
+    layers = own["block_count"]
+    assert isinstance(layers, int)
+    for layer in range(layers):
+        shapes |= {f"blk.{layer}.{norm}.weight": (width,) for norm in norms}
+        shapes |= {f"blk.{layer}.ffn_{each}.weight": (FEED, width) for each in ("gate", "up")}
+        shapes[f"blk.{layer}.ffn_down.weight"] = (width, FEED)
+        shapes[f"blk.{layer}.attn_q.weight"] = (HEADS * HEAD, inputs)
+        shapes[f"blk.{layer}.attn_output.weight"] = (width, HEADS * HEAD)
+        if name != "eagle3":
+            shapes |= {f"blk.{layer}.attn_q_norm.weight": (HEAD,), f"blk.{layer}.layer_output_scale.weight": (1,)}
+    facts: dict[str, Value] = {"general.architecture": name, f"{name}.vocab_size": len(tokens)}
+    facts |= {f"{name}.{key}": value for key, value in own.items()} | vocabulary
+    writer = gguf.GGUFWriter(path, name)
+    _add_facts(writer, facts)
+    for tensor, shape in sorted(shapes.items()):
+        writer.add_tensor(tensor, values(tensor, shape).astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
 
 
 def main(names: Iterable[str]) -> int:

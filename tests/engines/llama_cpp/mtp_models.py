@@ -28,17 +28,17 @@ def following(token: int) -> int:
     return FIRST + (7 * (token - FIRST) + 11) % COUNT if token >= FIRST else FIRST
 
 
-def agreeing_model(looks_at: Literal["hidden", "token"] = "hidden", *, sharp: bool = True) -> Path:
-    """Without `sharp` what follows is a distribution over many tokens."""
+def agreeing_model(looks_at: Literal["hidden", "token"] = "hidden", *, sharp: bool = True, name: str = NAME) -> Path:
+    """Without `sharp` what follows is a distribution over many tokens. Of another architecture it has no head."""
     version = hashlib.sha256(Path(__file__).read_bytes() + Path(architectures.__file__).read_bytes()).hexdigest()[:12]
-    path = cache_dir() / "test-models" / f"agreeing-{looks_at}-{sharp}-{version}.gguf"
+    path = cache_dir() / "test-models" / f"agreeing-{name}-{looks_at}-{sharp}-{version}.gguf"
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(".partial")
         own = {"embedding_length": WIDTH, "attention.key_length": 32, "attention.value_length": 32}
-        architectures.write_model(
-            NAME, partial, {f"qwen35.{key}": value for key, value in own.items()}, _values(looks_at, sharp)
-        )
+        prefix = name.removesuffix(architectures.HEADS_SUFFIX)
+        facts = {f"{prefix}.{key}": value for key, value in own.items()}
+        architectures.write_model(name, partial, facts, _values(looks_at, sharp))
         partial.rename(path)
     return path
 
@@ -60,9 +60,10 @@ def distribution(token: int, top_k: int) -> dict[int, float]:
 
 def _values(looks_at: str, sharp: bool) -> architectures.Values:
     def values(name: str, shape: tuple[int, ...]) -> np.ndarray:
-        if "norm" in name:
+        if "norm" in name or name.endswith("scale.weight"):
             return np.ones(shape)
-        if name.endswith(("attn_output.weight", "ssm_out.weight", "ffn_down.weight")):
+        adds = "attn_output", "ssm_out", "ffn_down", "ffn_down_exps", "ffn_down_shexp", "proj"
+        if name.endswith(".bias") or ("nextn" not in name and name.removesuffix(".weight").endswith(adds)):
             return np.zeros(shape)
         if name == "token_embd.weight":
             return np.eye(*shape)
@@ -79,3 +80,28 @@ def _values(looks_at: str, sharp: bool) -> architectures.Values:
         return architectures.random_values(name, shape)
 
     return values
+
+
+def agreeing_draft(target: str, path: Path) -> Path:
+    """An assistant that is always right, or EAGLE-3 whose first guess is: it knows the token of the row before."""
+    step = np.zeros((FIRST + COUNT, WIDTH))
+    for token in range(FIRST + COUNT):
+        step[following(token), token] = 1.0
+
+    def values(name: str, shape: tuple[int, ...]) -> np.ndarray:
+        found = np.zeros(shape)
+        if "norm" in name or "scale" in name or "rope_freqs" in name:
+            return np.ones(shape)
+        if name == "fc.weight":
+            found[:, :WIDTH] = np.eye(WIDTH)
+        elif name == "token_embd.weight" and target == "gemma4":  # what follows a token, and the output matrix
+            found[: FIRST + COUNT, :WIDTH] = step
+        elif name == "output.weight":
+            found[: FIRST + COUNT] = step[:, : FIRST + COUNT] @ step
+        elif name == "nextn.pre_projection.weight":
+            found[: FIRST + COUNT, WIDTH:] = step
+        elif name == "nextn.post_projection.weight":
+            found[:, :WIDTH] = np.eye(WIDTH)
+        return found
+
+    return architectures.draft_file(target, path, values, WIDTH)

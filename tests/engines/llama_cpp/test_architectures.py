@@ -22,7 +22,7 @@ from modelyard.engines.llama_cpp.engine import LlamaCppEngine
 from modelyard.library.architectures import DIFFUSION, ENCODERS, TESTED, company, is_tested, may_share_batch, refusal
 from tests.docs.pages import DOCS
 from tests.engines.llama_cpp.architecture_run import GEMMA, ArchitectureResult, run_all
-from tests.engines.llama_cpp.architectures import ARCHITECTURES, UNTESTED, WINDOW, WITH_HEADS, model
+from tests.engines.llama_cpp.architectures import ARCHITECTURES, DRAFT_FILES, UNTESTED, WINDOW, WITH_HEADS, model
 from tests.engines.llama_cpp.exact_models import write
 from tests.engines.reading import ids, read
 
@@ -59,8 +59,9 @@ def test_reused_edited_cancelled_copied_evicted_restored_and_drafted_answers_are
     assert sum(result.drafts > 0 for result in generating) >= 10
 
 
-def test_models_that_draft_with_their_own_heads_answer_as_in_a_fresh_context() -> None:
-    results = run_all(list(WITH_HEADS))
+def test_models_that_draft_with_heads_answer_as_in_a_fresh_context() -> None:
+    """Their own layers, several in turn, an assistant that attends to their KV, and EAGLE-3."""
+    results = run_all([*WITH_HEADS, *(f"{target}+{drafts}" for target, drafts in DRAFT_FILES.items())])
     assert {name: result.faults for name, result in results.items() if result.faults or result.refused} == {}
     assert all(result.drafts and result.reused for result in results.values())
 

@@ -21,9 +21,9 @@ from modelyard.engines.llama_cpp.binding import lib
 from modelyard.engines.llama_cpp.engine import LlamaCppEngine
 from modelyard.engines.llama_cpp.mtp import MtpDrafter, computed_order
 from modelyard.engines.llama_cpp.speculation import DraftCost
-from tests.engines.llama_cpp.architectures import model
+from tests.engines.llama_cpp.architectures import draft_file, model
 from tests.engines.llama_cpp.helpers import id_prompt, running
-from tests.engines.llama_cpp.mtp_models import WIDTH, agreeing_model, distribution, following
+from tests.engines.llama_cpp.mtp_models import WIDTH, agreeing_draft, agreeing_model, distribution, following
 from tests.engines.reading import accepted, ids, read, until
 
 TEXT = [*range(20, 110)]
@@ -114,6 +114,57 @@ async def test_drafts_follow_a_decode_in_flight() -> None:
         assert await answer(engine, [*TEXT[:50], *chain(TEXT[49], 40)], 40) == chain(chain(TEXT[49], 40)[-1], 40)
         after = engine.stats()
     assert after.guessed_tokens - before.guessed_tokens == after.accepted_tokens - before.accepted_tokens > 20
+
+
+async def test_heads_that_guess_in_turn_are_right_in_turn() -> None:
+    texts = [TEXT[: 90 - 23 * n] for n in range(3)]
+    async with opened(agreeing_model(name="step35-mtp"), draft_n_max=8) as engine:
+        found = await asyncio.gather(*(answer(engine, text, 30 + n) for n, text in enumerate(texts)))
+        again = await answer(engine, [*texts[0], *found[0], 40], 21)
+        stats = engine.stats()
+    assert found == [chain(text[-1], 30 + n) for n, text in enumerate(texts)]
+    assert again == chain(40, 21)
+    assert stats.accepted_tokens == stats.guessed_tokens >= 60  # never more than three, of as many heads
+
+
+# --- files that draft for another model -------------------------------------------------------------------------------
+
+
+async def test_a_gemma_assistant_that_is_right_has_all_guesses_accepted(tmp_path: Path) -> None:
+    draft = agreeing_draft("gemma4", tmp_path / "draft.gguf")
+    texts = [TEXT[: 90 - 23 * n] for n in range(3)]
+    async with opened(agreeing_model(name="gemma4"), draft_model_path=str(draft)) as engine:
+        found = await asyncio.gather(*(answer(engine, text, 30 + n) for n, text in enumerate(texts)))
+        again = await answer(engine, [*texts[0], *found[0], 40], 20)
+        stats = engine.stats()
+    assert found == [chain(text[-1], 30 + n) for n, text in enumerate(texts)]
+    assert again == chain(40, 20)
+    assert stats.accepted_tokens == stats.guessed_tokens >= 60
+
+
+@pytest.mark.parametrize("target", ["llama", "qwen35"])
+async def test_eagle3_knows_the_token_before_the_last_one_of_each_stream(target: str, tmp_path: Path) -> None:
+    draft = agreeing_draft(target, tmp_path / "draft.gguf")
+    texts = [TEXT[: 90 - 23 * n] for n in range(3)]
+    options: dict[str, Any] = {"speculation": "auto", "draft_model_path": str(draft), "draft_n_max": 1}
+    async with opened(agreeing_model(name=target), **options) as engine:
+        found = await asyncio.gather(*(answer(engine, text, 30 + n) for n, text in enumerate(texts)))
+        again = await answer(engine, [*texts[0], *found[0], *chain(found[0][-1], 2)], 20)
+        stats = engine.stats()
+    assert found == [chain(text[-1], 30 + n) for n, text in enumerate(texts)]
+    assert again == chain(chain(found[0][-1], 2)[-1], 20)
+    assert stats.guessed_tokens >= 40
+    assert stats.guessed_tokens - stats.accepted_tokens <= 3  # after each prompt the chain begins anew
+
+
+async def test_a_file_that_drafts_for_another_model_is_refused(tmp_path: Path) -> None:
+    draft = draft_file("llama", tmp_path / "draft.gguf")
+    for target, reason in (("falcon", "does not give the inputs of the layers of falcon"), ("gemma4", "of width 64")):
+        path = agreeing_model(name="gemma4") if target == "gemma4" else model(target)
+        with pytest.raises(InvalidRequest, match=reason) as refused:
+            async with opened(path, speculation="draft", draft_model_path=str(draft)):
+                pass
+        assert refused.value.code == "draft_model_unusable"
 
 
 # --- a random head: where its sequence goes ---------------------------------------------------------------------------
