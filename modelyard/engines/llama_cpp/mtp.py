@@ -541,9 +541,9 @@ class MtpDrafter:
             hidden = self._extend(rows, lengths, drafts)
             head.batch.clear()
             rows = {}
-            for sequence, row in hidden.items():
+            for sequence, last in hidden.items():
                 position = ends[sequence] - 1 if head.kind.shares_kv else ends[sequence] + len(drafts[sequence]) - 1
-                rows[sequence] = head.add(drafts[sequence][-1:], row, position, sequence, output=True)
+                rows[sequence] = head.add(drafts[sequence][-1:], last, position, sequence, output=True)
         for sequence in ends:
             head.end_draft(sequence)
         return drafts
