@@ -18,7 +18,6 @@ import asyncio
 import base64
 import contextlib
 import json
-import os
 import random
 import resource
 import sys
@@ -239,7 +238,19 @@ async def attackers(
     """In processes of their own: to make a bomb takes time, too."""
 
     async def one(key: str) -> None:
-        command = (sys.executable, "-m", "bench.hostile", "--attack", url, key, str(seconds), str(size))
+        command = (
+            "nice",
+            "-n",
+            "19",
+            sys.executable,
+            "-m",
+            "bench.hostile",
+            "--attack",
+            url,
+            key,
+            str(seconds),
+            str(size),
+        )
         process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
         output, _ = await process.communicate()
         for line in output.decode().splitlines():
@@ -287,7 +298,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = parser.parse_args(arguments)
     if parsed.attack:
         url, key, seconds, size = parsed.attack
-        os.nice(19)
         asyncio.run(attack(url, key, float(seconds), int(size)))
         return 0
     with modelyard_server(configuration(parsed.engine)) as server:

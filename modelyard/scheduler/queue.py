@@ -149,6 +149,7 @@ class RequestQueue(Generic[W]):
         self.waiting = self.waiting_tokens = 0
         self.service_s: float | None = None
         self.slots = KeySlots()
+        self._backlog_until: dict[str, float] = {}  # keys of which several requests have waited lately
         self._main: RoundRobinQueue[W] = RoundRobinQueue()
         self._background: RoundRobinQueue[W] = RoundRobinQueue()
         self._passed = 0
@@ -203,9 +204,10 @@ class RequestQueue(Generic[W]):
     def kept(self, key: str, total: int, now: float) -> int:
         """How many of all slots must stay free when a request of this key starts.
 
-        A key with requests that run leaves one for each key that has asked lately and runs nothing now, but at most
-        half of all. Without that a key with twenty long requests holds every slot whenever another one asks, which then
-        waits for one of them to end (measured with four slots: the p99 of short requests was four times as long).
+        A key with requests that run leaves one for each key that has asked lately and runs nothing now. Without that a
+        key with twenty long requests holds every slot whenever another one asks, which then waits for one of them to
+        end (measured with four slots: the p99 of short requests was four times as long; twice as long while it left
+        only half of the slots).
 
         Keys with a backlog take turns: they get one slot like any other, and more if one stays free for each key that
         asks one thing at a time. Without that two keys with twenty requests each leave two slots to three such keys.
@@ -213,11 +215,23 @@ class RequestQueue(Generic[W]):
         if self.slots.kept_until(now) is None:
             return 0
         if self.slots.has(key):
-            return min(len(self.slots.idle), total // 2)
-        if self._count(key) < 2 or not any(self._count(other) for other in self.slots.running):
+            return min(len(self.slots.idle), total - 1)
+        if not self._has_backlog(key, now) or not any(self._has_backlog(other, now) for other in self.slots.running):
             return 0
-        modest = (other for other in self.slots.idle if self._count(other) < 2)
+        modest = (other for other in self.slots.idle if not self._has_backlog(other, now))
         return sum(1 for _ in islice(modest, total))
+
+    def _has_backlog(self, key: str, now: float) -> bool:
+        """Several requests wait, or did lately: the last of twenty is none of a key that asks one thing at a time."""
+        return self._count(key) > 1 or self._backlog_until.get(key, now) > now
+
+    def release(self, key: str, slots: int, now: float) -> None:
+        """A request of this key has ended."""
+        if self._count(key) > 1:
+            self._backlog_until[key] = now + KEEP_S
+        elif not self._has_backlog(key, now):
+            self._backlog_until.pop(key, None)
+        self.slots.end(key, slots, now)
 
     def _count(self, key: str) -> int:
         return self._main.count(key) + self._background.count(key)

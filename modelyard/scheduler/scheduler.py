@@ -160,7 +160,7 @@ class Scheduler:
         lease.queue.record_service(now - lease.since - lease.waited)
         if replica is not None:
             replica.release(lease.request.cache, lease.weight, lease.engine, now)
-            lease.queue.slots.end(lease.request.key, lease.weight, now)
+            lease.queue.release(lease.request.key, lease.weight, now)
             if lease.queue.waiting or model.active_spec.target_inflight is not None:
                 self._admit_next(lease, now)
             if not replica.running:

@@ -383,12 +383,14 @@ async def test_a_slot_is_kept_for_a_key_that_has_asked_lately():
         assert waiting.granted
 
 
-async def test_at_most_half_of_the_slots_are_kept():
+async def test_a_key_that_runs_something_leaves_a_slot_for_each_key_that_has_asked_lately():
     async with Harness() as harness:
         await harness.load_model(parallel=4)
         for key in ("ann", "bob", "cyd"):
             harness.request(key=key).release()
-        assert [harness.request(key="eve").granted for _ in range(3)] == [True, True, False]
+        flood = [harness.request(key="eve") for _ in range(3)]
+        assert [each.granted for each in flood] == [True, False, False]
+        assert all(harness.request(key=key).granted for key in ("ann", "bob", "cyd"))
 
 
 async def test_keys_with_a_backlog_take_turns_beside_keys_that_ask_one_thing_at_a_time():
@@ -412,6 +414,20 @@ async def test_keys_with_a_backlog_take_turns_beside_keys_that_ask_one_thing_at_
         running["ann"].release()
         await harness.clock.advance(KEEP_S)  # she does not come back
         assert granted() == [3, 2]
+
+
+async def test_the_last_of_a_backlog_takes_no_slot_from_keys_that_ask_one_thing_at_a_time():
+    async with Harness() as harness:
+        await harness.load_model(parallel=4)
+        modest = {key: harness.request(key=key) for key in ("ann", "bob", "cyd")}
+        floods = [harness.request(key=key) for key in ("eve", "mal") for _ in range(5)]
+        for _ in range(len(floods)):
+            for key in modest:
+                assert modest[key].granted
+                modest[key].release()
+                modest[key] = harness.request(key=key)
+            (running,) = (each for each in floods if each.granted and not each.is_finished)
+            running.release()
 
 
 async def test_keys_that_ask_one_thing_at_a_time_do_not_starve_a_backlog():

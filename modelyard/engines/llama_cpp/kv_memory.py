@@ -64,7 +64,6 @@ class KvMemory:
         self._only_forward: bool = lib.llama_model_is_recurrent(model) or lib.llama_model_is_hybrid(model)
         self._rollback: int = lib.llama_n_rs_seq(context)  # tokens of the last decode that such a model can take back
         self.costs = CopyCosts()
-        self._measured = 0
         # llama.cpp executes a stream copy with the next decode. Until then its target has no data yet, and writing to
         # either sequence would be copied or overwritten.
         self._copy_targets: set[int] = set()
@@ -226,12 +225,12 @@ class KvMemory:
         counts: others may have used the machine at the same time."""
         self._copy_sources.clear()
         self._copy_targets.clear()
-        if rows < _MIN_ROWS or self._measured >= _MEASUREMENTS:
+        if rows < _MIN_ROWS or self.costs.decodes >= _MEASUREMENTS:
             return
         lib.llama_synchronize(self._context)  # a GPU may still be computing
         per_row = (time.perf_counter() - started) / rows
-        self.costs.token = min(self.costs.token, per_row) if self._measured else per_row
-        self._measured += 1
+        self.costs.token = min(self.costs.token, per_row) if self.costs.decodes else per_row
+        self.costs.decodes += 1
 
 
 def _pointer(data: KvBytes) -> Any:

@@ -59,11 +59,13 @@ class CopyTime:
 
 
 class ParkedKv:
-    """Snapshots of conversations in RAM, up to `limit` bytes; the oldest are dropped first. Pure.
+    """Snapshots of conversations in RAM, up to `limit` bytes and `MOST`; the oldest are dropped first. Pure.
 
     A context has few sequences, and an agent has more conversations: its own, its sub-agents', and background work. A
     parked conversation comes back at memory speed instead of being read again.
     """
+
+    MOST = 256  # each prompt is compared with all of them
 
     def __init__(self, limit: int) -> None:
         self.limit, self.size = limit, 0
@@ -78,7 +80,7 @@ class ParkedKv:
             return False
         for older in [each for each in self.snapshots if _extends(superseded_by, each)]:
             self.remove(older)
-        while self.snapshots and self.size + size > self.limit:
+        while self.snapshots and (self.size + size > self.limit or len(self) >= self.MOST):
             self.remove(self.snapshots[0])
         return True
 

@@ -55,6 +55,8 @@ CopyMethod = Literal["stream", "state"]
 ALL = 1 << 30  # tokens
 _WEIGHTS: dict[Priority, float] = {"main": 1 / 4, "background": 1 / 32}  # of a tail that is lost
 MIN_COPY = 256  # tokens: a copy makes other jobs' next step longer
+# Of reading fewer tokens, by so many decodes: on a CPU five keys on four sequences would read every short prompt again.
+_MIN_SAVED_S, _MIN_DECODES = 0.05, 3
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------
@@ -330,11 +332,12 @@ def neighbouring_id(own: int, idle: Iterable[int], running: Set[int]) -> int:
 
 class CopyCosts(Struct):
     """Seconds to evaluate one token, to move one byte of KV to or from RAM, and to copy one inside of a context, as far
-    as they were measured."""
+    as they were measured: that of a token by the fastest of so many `decodes`."""
 
     token: float = 1e-4
     byte: float = 5e-10
     stream: float = 5e-10
+    decodes: int = 0
 
 
 def reusable_tokens(
@@ -370,7 +373,9 @@ def copy_seconds(method: CopyMethod, size: int, held: int, window: int, costs: C
 
 
 def is_copy_worthwhile(saved: int, moved: float, costs: CopyCosts) -> bool:
-    return saved >= MIN_COPY and moved * costs.byte < saved * costs.token
+    seconds = saved * costs.token
+    is_slow = seconds >= _MIN_SAVED_S and costs.decodes >= _MIN_DECODES
+    return (saved >= MIN_COPY or is_slow) and moved * costs.byte < seconds
 
 
 def is_intact(oldest: int, newest: int, keep: int, *, n_swa: int, only_forward: bool) -> bool:

@@ -259,6 +259,7 @@ def test_reusable_tokens_end_where_the_kv_can_be_cut(held: SequenceSlot, can_cut
 
 
 CPU = CopyCosts(token=1e-3, byte=5e-10)
+SLOW = CopyCosts(token=4e-3, byte=5e-10, decodes=3)
 GPU = CopyCosts(token=7e-6, byte=2e-10)
 KIB = 1 << 10
 
