@@ -42,6 +42,7 @@ from modelyard.mcp.servers import McpServers
 from modelyard.prompt.images import Images
 from modelyard.prompt.infill import infill_prompt
 from modelyard.prompt.translation import translated
+from modelyard.protocols.common.openai_fields import DEFAULT_MODEL
 from modelyard.router.router import Target
 from modelyard.telemetry.metrics import Metrics
 from modelyard.tokenizer.slices import OnProgress
@@ -96,6 +97,8 @@ class Preparer:
         began, urgency = time.perf_counter(), caller.priority or priority(request)
         has_budget = self._accounts.check_budget(caller.key)
         target, model, engine = self._lookup.admit(target, request.model, caller, request.allow_remote)
+        if request.model == DEFAULT_MODEL and target.why in ("default", "unnamed"):  # the reply says which one it is
+            request = msgspec.structs.replace(request, model=target.model)
         if model.define is not None:
             model = await self._lookup.defined(model)
         has_server_tools = any(tool.kind == "server" for tool in request.tools)

@@ -102,7 +102,7 @@ def read_request(body: bytes, headers: Mapping[str, str]) -> Request:
 
 
 def _read_file(file: dict[str, Any], path: str) -> tuple[str, str]:
-    name, text = file.get("filename", "tmp"), file.get("text", "")
+    name, text = file.get("filename", "tmp"), file.get("text")
     if not isinstance(name, str) or not isinstance(text, str):
         raise InvalidRequest(f"{path} must have a text and may have a filename", param=path)
     return name, text

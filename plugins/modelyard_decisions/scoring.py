@@ -3,6 +3,10 @@
     input · question · end of the turn · option · end of the answer
     └─ once ┘ └────── once a question ─┘ └─ log probabilities ────┘
 
+One row of logits has the first tokens of all options. An option needs no row of its own if that is all of it, or if its
+first token is so unlikely that the rest cannot matter. The end of the answer is part of an option only where another
+one begins with the same text: else nothing but this option begins like that.
+
 As many questions are asked at a time as the cache has places for, at most `MAX_PLACES`: their rows are computed
 together. The first one is asked alone, because the others copy the KV of the input from it.
 """
@@ -11,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -19,6 +24,7 @@ from modelyard.core.engine import Accepted, End, Engine, Media, Progress, Prompt
 from modelyard.core.errors import ContextOverflow, Incomplete, Unsupported
 from modelyard.core.events import Usage
 from modelyard.core.request import Caller
+from modelyard.core.tokenizer import IdLogprob
 from modelyard.gateway.gateway import Gateway
 from modelyard.gateway.model import Model, TextPipeline, media_kinds
 from modelyard.gateway.request_work import RequestWork
@@ -27,11 +33,17 @@ from modelyard.router.router import Target
 from modelyard_decisions.wire import MARK, DecisionRequest, Question
 
 MAX_PLACES = 4
+_ALTERNATIVES = 64  # of the first token that one row reports
+_NEGLIGIBLE = 14.0  # nats below the best option: its share is less than a millionth
+# llama.cpp reads 64 rows of a sequence by tiles of attention on a CPU, and fewer one by one, which behind a long input
+# takes three times as long. So a short question gets rows behind its option, which change nothing before them.
+_TILE, _LONG = 64, 1024
 Part = TokenRun | Media
 
 
 class Asked(Struct):
-    """A question in tokens: what follows the input, and each of its options with the end of an answer."""
+    """A question in tokens: what follows the input, and each of its options, with the end of an answer if it needs
+    that."""
 
     ids: list[int]
     options: list[list[int]]
@@ -83,8 +95,9 @@ def _parts(pipeline: TextPipeline, head: str, media: Sequence[Media]) -> tuple[P
 
 def _tokens(pipeline: TextPipeline, question: Question, tail: str) -> Asked:
     """The client's texts are plain text: none of them is a control token."""
-    plain = pipeline.tokenizer.encode_plain
-    end = _end_of_answer(pipeline)
+    plain, texts = pipeline.tokenizer.encode_plain, sorted(question.texts)
+    is_ambiguous = any(longer.startswith(text) for text, longer in pairwise(texts))
+    end = _end_of_answer(pipeline) if is_ambiguous else ()
     ids = [*plain(question.prompt), *pipeline.renderer.tokens(tail)]
     return Asked(ids, [[*plain(text), *end] for text in question.texts])
 
@@ -119,6 +132,7 @@ class Scoring:
         cache = engine.info.caches.get(target.cache)
         self._places = min(MAX_PLACES, cache.parallel if cache is not None else 1)
         self._cached: int | None = None
+        self._pads = _LONG <= before < target.window - 2 * _TILE
 
     async def run(self, asked: Sequence[Asked]) -> Scored:
         scores: dict[int, list[float]] = {}
@@ -140,37 +154,49 @@ class Scoring:
     async def _ask(self, asked: Sequence[Asked], scores: dict[int, list[float]], numbers: Iterator[int]) -> None:
         for number in numbers:
             question = asked[number]
-            scores[number] = [await self._score(question.ids, option) for option in question.options]
+            first, *others = question.options
+            tokens = await self._score(question.ids, first, _ALTERNATIVES)
+            found = dict(tokens[0].top) | {tokens[0].id: tokens[0].logprob}
+            sums = [sum(each.logprob for each in tokens)]
+            for option in others:
+                best, known = max(sums), found.get(option[0])
+                if known is None or (len(option) > 1 and known > best - _NEGLIGIBLE):
+                    known = sum(each.logprob for each in await self._score(question.ids, option))
+                sums.append(known)
+            scores[number] = sums
 
-    async def _score(self, ids: list[int], option: list[int]) -> float:
-        """The sum over the option's tokens."""
-        generation = self._engine.generate(self._with(ids, option))
-        logprobs: list[float] = []
+    async def _score(self, ids: list[int], option: list[int], alternatives: int = 0) -> list[IdLogprob]:
+        """The option's tokens."""
+        rows = len(ids) + len(option)
+        padding = [option[-1]] * (_TILE - rows if self._pads and alternatives and rows < _TILE else 0)
+        generation = self._engine.generate(self._with(ids, [*option, *padding], alternatives))
+        logprobs: list[IdLogprob] = []
         try:
             async for chunks in generation:
                 for chunk in chunks:
                     if isinstance(chunk, Progress):
-                        logprobs += [each.logprob for each in chunk.logprobs or ()]
+                        logprobs += chunk.logprobs or ()
                     elif isinstance(chunk, Accepted) and self._cached is None:
                         self._cached = chunk.cached_tokens
                     elif isinstance(chunk, End):
                         if chunk.error is not None:
                             raise chunk.error
                         # Only the engine knows how many tokens images take.
-                        self._before = max(self._before, chunk.usage.prompt - len(ids) - len(option))
+                        self._before = max(self._before, chunk.usage.prompt - rows - len(padding))
         except asyncio.CancelledError:
             generation.cancel()
             async for _ in generation:  # the place is free when it ends
                 pass
             raise
+        logprobs = logprobs[-len(option) - len(padding) :][: len(option)]
         if len(logprobs) < len(option):
             raise Incomplete("the engine did not report the log probabilities of an option")
-        return sum(logprobs[-len(option) :])
+        return logprobs
 
-    def _with(self, ids: list[int], option: list[int]) -> Prompt:
+    def _with(self, ids: list[int], option: list[int], alternatives: int) -> Prompt:
         """Behind the last text of the input: where media have no marks, they come after all text."""
         at = max(place for place, part in enumerate(self._parts) if isinstance(part, TokenRun))
         run = self._parts[at]
         whole = TokenRun([*(run.ids if isinstance(run, TokenRun) else ()), *ids, *option])
         parts = (*self._parts[:at], whole, *self._parts[at + 1 :])
-        return replace(self._prompt, parts=parts, logprobs_last=len(option))
+        return replace(self._prompt, parts=parts, logprobs_last=len(option), prompt_logprobs=alternatives)

@@ -40,21 +40,23 @@ def configuration(given: argparse.Namespace) -> dict[str, Any]:
     model: dict[str, Any] = {"path": path, "n_threads": 1, "parallel": slots}
     if kind == "gemma3" and not given.no_mmproj:
         model["mmproj"] = os.path.join(os.environ["LLAMA_TEST_MODELS"], "mmproj.gguf")
-    model["kv_store"] = os.path.abspath(given.slot_save_path) if given.slot_save_path else False
+    model["kv_store"] = tempfile.mkdtemp(dir=given.slot_save_path) if given.slot_save_path else False
     model |= {"n_ctx": (given.ctx_size or 4096) // (1 if given.kv_unified else slots), "aliases": aliases}
-    model["decoding"] = {"temperature": given.temp, "seed": given.seed}
+    model["decoding"] = {"temperature": given.temp, "seed": given.seed, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
     model |= {"n_batch": max(32, given.batch_size or 2048), "n_ubatch": given.ubatch_size or 512}
-    if given.n_predict:
+    if given.n_predict and given.n_predict > 0:
         model["decoding"]["max_tokens"] = given.n_predict
     if given.embedding:
         model["embeddings"] = True
+    if kind in ("stories", "gemma3") and not given.chat_template_file:
+        model["prompt_format"] = "chatml"  # llama-server's choice for a file without a template
     if given.chat_template_file:
         model["chat_template"] = os.path.abspath(given.chat_template_file)
     if given.reasoning in ("on", "off"):
         model["enable_thinking"] = given.reasoning == "on"
     http: dict[str, Any] = {"host": given.host, "port": given.port, "cors_enabled": True}
-    http["cors_origins"] = [origin for origin in (given.cors_origins or "*").split(",") if origin != "*"]
-    config: dict[str, Any] = {"http": http, "models": {name: model}, "default_model": name}
+    http["cors_origins"] = [each for each in (given.cors_origins or "").split(",") if "://" in each]
+    config: dict[str, Any] = {"http": http, "models": {name: model}, "default_model": name, "library": False}
     if given.api_key:
         config["keys"] = [{"name": "tests", "key": given.api_key}]
     return config

@@ -55,7 +55,7 @@ def write_last(content: str, started: Started, finished: Finished, index: int = 
         "tokens_predicted": usage.output,
         "tokens_evaluated": usage.prompt,
         "tokens_cached": usage.prompt + usage.output,
-        "truncated": False,
+        "truncated": finished.reason == "window",
         "stop_type": _STOP_TYPES.get(finished.reason, "none"),
         "stopping_word": finished.stop_string or "",
         "timings": write_timings(usage, timings),

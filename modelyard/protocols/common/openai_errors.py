@@ -79,13 +79,15 @@ def write_http_error(
 
 
 def http_error_writer(overflow_param: str, overflow_type: str | None = None) -> Callable[..., WireError]:
-    """The `write_error` of a protocol whose streams fail, before their first byte, like any other request."""
+    """The `write_error` of a protocol whose streams fail, before their first byte, like any other request.
+    `overflow_type` is llama-server's type of a prompt that does not fit, which it says in its own words."""
 
     def write_error(error: ModelyardError, *, trace: str, streaming: bool = False, request: Any = None) -> WireError:
         del streaming, request
         written = write_http_error(error, trace, overflow_param)
         if overflow_type is not None and isinstance(error, ContextOverflow):
-            body = error_body(error, overflow_param) | {"type": overflow_type}
+            message = f"the request ({error.prompt_tokens} tokens) exceeds the available context size ({error.window})"
+            body = error_body(error, overflow_param) | {"type": overflow_type, "message": message}
             return WireError(written.status, encode({"error": body}), written.headers)
         return written
 
