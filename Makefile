@@ -29,7 +29,7 @@ $(VENV)/.venv:
 		echo "Modelyard needs Python 3.11 or newer, and $(PYTHON) is $$($(PYTHON) --version 2>&1 | head -n 1):" \
 			"name another one with make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
 	@if ! $(BIN)/python -c '$(SUPPORTED)' 2>/dev/null; then rm -rf $(VENV); \
-		if command -v uv >/dev/null 2>&1; then uv venv --quiet --python $(PYTHON) $(VENV); \
+		if command -v uv >/dev/null 2>&1; then uv venv --quiet --seed --python $(PYTHON) $(VENV); \
 		else $(PYTHON) -m venv $(VENV); fi; fi
 	@touch $@
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from modelyard.config.problems import ConfigProblem
     from modelyard.config.settings import LoadedConfig
 
-out, err = Console(), Console(stderr=True)
+out, err = Console(emoji=False), Console(stderr=True, emoji=False)  # a file's :100: is a line, and no emoji
 _GAP = 3  # between the columns of a table
 _LAST_COLUMN = 16  # characters that the last column of a table gets, if it has as many
 

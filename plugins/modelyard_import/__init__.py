@@ -60,7 +60,8 @@ def import_config(
     for problem in loaded.problems:
         print_problem(problem)
     models = len(loaded.config.models)
-    err.print(f"{escape(str(output))}: {models} model{'s' * (models != 1)} of {kind}; next: modelyard check {output}")
+    done = f"{escape(str(output))}: {models} model{'s' * (models != 1)} of {kind}; next: modelyard check {output}"
+    err.print(done, soft_wrap=True)
 
 
 def read(files: Sequence[Path]) -> tuple[str, Draft]:

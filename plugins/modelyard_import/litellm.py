@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterator
 from typing import Any
 
 from modelyard.config.problems import Table
@@ -33,6 +33,31 @@ _DECODING = {
 }
 
 
+_LIMITS = "limits are of API keys, not of deployments: see keys"
+_NONE = "has no counterpart"
+_OF_THE_PROXY = {
+    **dict.fromkeys(("rpm", "tpm", "max_parallel_requests"), _LIMITS),
+    **dict.fromkeys(("stream_timeout", "weight", "order", "use_in_pass_through", "tags"), _NONE),
+    "drop_params": "a parameter that a model does not support is ignored and named in the header x-modelyard-ignored",
+}
+# Of a name without a provider: whose models begin so.
+_NAMES = {"claude": "anthropic", "gpt": "openai", "chatgpt": "openai", "o1": "openai", "o3": "openai", "o4": "openai"}
+_NAMES |= {"whisper": "openai", "tts": "openai", "text-embedding": "openai"}
+_MEDIA = ("image_generation", "image_edit", "video_generation")  # nothing here answers them
+_SERVED = (
+    "chat",
+    "completion",
+    "responses",
+    "embedding",
+    "rerank",
+    "moderation",
+    "audio_transcription",
+    "audio_speech",
+)
+_SECRET = re.compile(r"secret|token|password|api_?key|credentials", re.IGNORECASE)
+_MOST_RETRIES = 10
+
+
 def is_litellm(table: Table) -> bool:
     return isinstance(table.get("model_list"), list)
 
@@ -40,15 +65,21 @@ def is_litellm(table: Table) -> bool:
 def read_litellm(table: Table) -> Draft:
     draft, rest = Draft(), dict(table)
     router, settings = dict(rest.pop("router_settings", None) or {}), dict(rest.pop("litellm_settings", None) or {})
-    groups = _groups(draft, rest.pop("model_list"), _common(router, settings))
-    fallbacks = dict(_fallbacks(draft, router, settings))
+    credentials = {
+        str(entry.get("credential_name")): entry.get("credential_values") or {}
+        for entry in rest.pop("credential_list", None) or []
+    }
+    groups = _groups(draft, rest.pop("model_list"), _common(draft, router, settings), credentials)
+    fallbacks = _fallbacks(draft, router, settings)
+    usual = fallbacks.pop("*", [])
+    for name in sorted({*fallbacks, *(each for names in fallbacks.values() for each in names), *usual} - groups.keys()):
+        draft.tell("dropped", "fallbacks", f"there is no model {name!r}")
     for name, models in groups.items():
         route: Table = {"match": name, "model": models[0], "allow_remote": True}
-        if then := [*models[1:], *fallbacks.pop(name, [])]:
+        others = [model for other in (fallbacks.get(name) or usual) if other != name for model in groups.get(other, [])]
+        if then := list(dict.fromkeys([*models[1:], *others])):
             route["fallback"] = then
         draft.add("routes", route)
-    for name in fallbacks:
-        draft.tell("dropped", "fallbacks", f"there is no model {name!r}")
     draft.tell("changed", "model_list", "requests may leave this machine: each route says allow_remote")
     _aliases(draft, groups, router.pop("model_group_alias", {}))
     if (strategy := router.pop("routing_strategy", None)) is not None:
@@ -56,6 +87,10 @@ def read_litellm(table: Table) -> Draft:
         draft.tell("changed", "router_settings.routing_strategy", text)
     _general(draft, dict(rest.pop("general_settings", None) or {}))
     _logs(draft, settings)
+    for file in rest.pop("include", None) or []:
+        draft.tell("to do", "include", f"{file} is not read: put its sections into the file that is imported")
+    for name, server in (rest.pop("mcp_servers", None) or {}).items():
+        _mcp_server(draft, str(name), dict(server))
     for name in rest.pop("environment_variables", None) or {}:
         draft.tell("to do", ("environment_variables", name), "set it in the environment of modelyard serve")
     for section, left in (("router_settings", router), ("litellm_settings", settings)):
@@ -65,7 +100,7 @@ def read_litellm(table: Table) -> Draft:
     return draft
 
 
-def _common(router: Table, settings: Table) -> Table:
+def _common(draft: Draft, router: Table, settings: Table) -> Table:
     """Time limit and retries of every deployment that sets none."""
     found: Table = {}
     for key, names in (("timeout", ("timeout", "request_timeout")), ("max_retries", ("num_retries",))):
@@ -73,10 +108,13 @@ def _common(router: Table, settings: Table) -> Table:
             for name in names:
                 if (value := table.pop(name, None)) is not None:
                     found[key] = value
+    if found.get("max_retries", 0) > _MOST_RETRIES:
+        draft.tell("changed", "num_retries", f"{_MOST_RETRIES} are the most, in place of {found['max_retries']}")
+        found["max_retries"] = _MOST_RETRIES
     return found
 
 
-def _groups(draft: Draft, entries: list[Table], common: Table) -> dict[str, list[str]]:
+def _groups(draft: Draft, entries: list[Table], common: Table, credentials: dict[str, Table]) -> dict[str, list[str]]:
     """The models of each name: several deployments of one name become several models."""
     groups: dict[str, list[str]] = {}
     for index, entry in enumerate(entries):
@@ -90,61 +128,82 @@ def _groups(draft: Draft, entries: list[Table], common: Table) -> dict[str, list
         if "*" in name or "*" in str(entry["litellm_params"].get("model")):
             draft.tell("dropped", setting, f"{name}: a wildcard has no counterpart; name each model")
             continue
+        if (mode := (entry.get("model_info") or {}).get("mode")) in _MEDIA:
+            draft.tell("dropped", setting, f"{name}: {mode} is not served")
+            continue
+        named = entry["litellm_params"].get("litellm_credential_name")
+        if named is not None and named not in credentials:
+            draft.tell("dropped", f"{setting}.litellm_params.litellm_credential_name", f"{named!r} is not in the file")
+        params = common | credentials.get(str(named), {}) | entry["litellm_params"]
+        params.pop("litellm_credential_name", None)
         models = groups.setdefault(name, [])
         models.append(name if not models else f"{name}-{len(models) + 1}")
         if len(models) == 2:
             draft.tell(
                 "changed", setting, f"{name} has several deployments: not balanced, but fallbacks in their order"
             )
-        draft.set(_model(draft, setting, entry, common), "models", models[-1])
+        draft.set(_model(draft, setting, entry | {"litellm_params": params}), "models", models[-1])
     if not groups:
         raise InvalidRequest("model_list has no model that can be imported")
     return groups
 
 
-def _model(draft: Draft, setting: str, entry: Table, common: Table) -> Table:
-    params = common | entry["litellm_params"]
-    provider, _, upstream = (
-        str(params.pop("model", "")).rpartition("/")
-        if "/" in str(params.get("model"))
-        else ("openai", "", str(params.pop("model", "")))
-    )
-    if provider.count("/"):  # openai/facebook/opt-125m
-        first, _, owner = provider.partition("/")
-        provider, upstream = first, f"{owner}/{upstream}"
+def _model(draft: Draft, setting: str, entry: Table) -> Table:
+    params = dict(entry["litellm_params"])
+    provider, upstream = _provider(str(params.pop("model", "")))
     base, timeout, retries = params.pop("api_base", None), params.pop("timeout", None), params.pop("max_retries", None)
     variable = _variable(draft, setting, str(entry["model_name"]), params.pop("api_key", None))
     decoding = {_DECODING[key]: params.pop(key) for key in list(params) if key in _DECODING}
-    for key in ("rpm", "tpm", "stream_timeout", "weight", "order", "max_parallel_requests"):
+    for key, why in _OF_THE_PROXY.items():
         if params.pop(key, None) is not None:
-            why = (
-                "limits are of API keys, not of deployments: see keys"
-                if key in ("rpm", "tpm")
-                else "has no counterpart"
-            )
             draft.tell("dropped", f"{setting}.litellm_params.{key}", why)
-    if provider in _DIRECT and not params:
+    is_elsewhere = base is not None
+    if str(base).startswith(_FROM_ENVIRONMENT):
+        base = os.environ.get(str(base).removeprefix(_FROM_ENVIRONMENT), base)
+    is_known = base is None or not str(base).startswith(_FROM_ENVIRONMENT)
+    if provider in _DIRECT and not params and is_known:
         kind, address, usual = _DIRECT[provider]
         if (base := base or address) is None:
             raise InvalidRequest(f"{setting}.litellm_params needs api_base for {provider}")
         found: Table = {"backend": "openai_remote", "remote_base_url": base, "remote_model": upstream}
         if kind != "chat_completions":
             found["remote_api_kind"] = kind
-        prefix, variable = "remote", variable or usual
+        prefix, variable = "remote", variable or (None if is_elsewhere else usual)  # no key for another address
     else:  # its library knows the provider
-        found = {"backend": "litellm", "litellm_model": f"{provider}/{upstream}"}
+        found = {"backend": "litellm", "litellm_model": f"{provider}/{upstream}" if provider else upstream}
         prefix = "litellm"
-        found |= {"litellm_api_base": base} if base is not None else {}
+        if base is not None:
+            found["litellm_api_base"] = _environment(draft, setting, "api_base", base)
         if params:
             found["litellm_params"] = {key: _environment(draft, setting, key, value) for key, value in params.items()}
+    if variable is not None and variable not in draft.variables:
+        draft.needs_variable(f"{setting}.litellm_params.api_key", variable)
     values = {"api_key_env": variable, "timeout_s": timeout, "max_retries": retries}
     found |= {f"{prefix}_{key}": value for key, value in values.items() if value is not None}
     found |= {"decoding": decoding} if decoding else {}
     return found | _info(draft, setting, dict(entry.get("model_info") or {}))
 
 
+def _provider(model: str) -> tuple[str, str]:
+    """Of `provider/model`, or of a name that its vendor's models have; empty where only the library knows."""
+    provider, slash, upstream = model.partition("/")
+    if slash:
+        return provider, upstream
+    return next((owner for prefix, owner in _NAMES.items() if model.startswith(prefix)), ""), model
+
+
+def _mcp_server(draft: Draft, name: str, server: Table) -> None:
+    server.pop("description", None)
+    url, transport = server.pop("url", None), server.pop("transport", "http")
+    if url is None or transport != "http":
+        draft.tell("dropped", ("mcp_servers", name), "only the address of a server with streamable HTTP is taken")
+        return
+    draft.set({"url": url}, "mcp", "servers", name)
+    draft.drop_rest(("mcp_servers", name), server)
+
+
 def _variable(draft: Draft, setting: str, model: str, key: Any) -> str | None:
-    if key is None:
+    if key is None or str(key).lower() == "none":
         return None
     if str(key).startswith(_FROM_ENVIRONMENT):
         return str(key).removeprefix(_FROM_ENVIRONMENT)
@@ -155,9 +214,15 @@ def _variable(draft: Draft, setting: str, model: str, key: Any) -> str | None:
 
 
 def _environment(draft: Draft, setting: str, key: str, value: Any) -> Any:
+    """A reference to the environment stays one: the engine reads the variable. A secret becomes one."""
+    where = f"{setting}.litellm_params.{key}"
     if isinstance(value, str) and value.startswith(_FROM_ENVIRONMENT):
-        variable = value.removeprefix(_FROM_ENVIRONMENT)
-        draft.tell("to do", f"{setting}.litellm_params.{key}", f"write the value of {variable} into litellm_params")
+        draft.needs_variable(where, value.removeprefix(_FROM_ENVIRONMENT))
+    elif isinstance(value, str) and _SECRET.search(key) and not os.path.isabs(value):
+        variable = re.sub(r"\W+", "_", f"{setting}.{key}").upper()
+        draft.tell("to do", where, f"a secret is not copied: put it into {variable}")
+        draft.variables.add(variable)
+        return f"{_FROM_ENVIRONMENT}{variable}"
     return value
 
 
@@ -176,24 +241,27 @@ def _info(draft: Draft, setting: str, info: Table) -> Table:
         found["n_ctx"] = int(window)
     if info.pop("supports_vision", False):
         found["modalities"] = ["text", "image"]
-    if info.pop("mode", "chat") not in ("chat", "completion", "responses", "embedding", "rerank"):
-        draft.tell("dropped", f"{setting}.model_info.mode", "only language models are served")
+    if (mode := info.pop("mode", "chat")) not in _SERVED:
+        draft.tell("dropped", f"{setting}.model_info.mode", f"{mode} is not served")
     for key in info:
         if not key.startswith("supports_"):
             draft.tell("dropped", f"{setting}.model_info.{key}", "has no counterpart")
     return found
 
 
-def _fallbacks(draft: Draft, router: Table, settings: Table) -> Iterator[tuple[str, list[str]]]:
+def _fallbacks(draft: Draft, router: Table, settings: Table) -> dict[str, list[str]]:
+    """By the name of a model; those of `*` are of every model that has none of its own."""
+    found: dict[str, list[str]] = {}
     for section, table in (("litellm_settings", settings), ("router_settings", router)):
         for key in ("fallbacks", "context_window_fallbacks", "content_policy_fallbacks"):
             entries = table.pop(key, None) or []
             if entries and key != "fallbacks":
                 text = "tried whenever the model cannot answer, not only in this case"
                 draft.tell("changed", f"{section}.{key}", text)
-            yield from ((str(name), list(names)) for entry in entries for name, names in entry.items())
-        if table.pop("default_fallbacks", None):
-            draft.tell("dropped", f"{section}.default_fallbacks", "name the fallbacks of each route")
+            for name, names in ((name, names) for entry in entries for name, names in entry.items()):
+                found.setdefault(str(name), []).extend(map(str, names))
+        found.setdefault("*", []).extend(map(str, table.pop("default_fallbacks", None) or []))
+    return found
 
 
 def _aliases(draft: Draft, groups: dict[str, list[str]], aliases: Table) -> None:

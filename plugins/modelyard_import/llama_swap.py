@@ -49,6 +49,7 @@ _VLLM: Mapping[str, str] = {
     "--gpu-memory-utilization": "vllm_gpu_memory_utilization",
     "--tensor-parallel-size": "vllm_tensor_parallel_size",
 }
+_UNLIMITED = ("decoding.max_tokens", "decoding.seed")  # where a negative number means none, which is the default here
 _NOT_OURS = ("--host", "--port", "--api-key", "--alias", "-a", "--served-model-name")  # a gateway has its own
 _IN_SETTINGS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens", "seed", "stop")
 
@@ -60,16 +61,32 @@ def is_llama_swap(table: Table) -> bool:
 
 def read_llama_swap(table: Table) -> Draft:
     draft, rest = Draft(), dict(table)
-    macros, port = rest.pop("macros", {}), int(rest.pop("startPort", _PORT))
-    for number, (name, model) in enumerate(rest.pop("models").items()):
-        own = {**macros, **model.get("macros", {}), "PORT": port + number, "MODEL_ID": name}
-        draft.set(_model(draft, str(name), _expanded(model, own)), "models", str(name))
+    macros, port = rest.pop("macros", None) or {}, int(rest.pop("startPort", _PORT))
+    models = {str(name): _own(str(name), model, macros) for name, model in rest.pop("models").items()}
+    with_port = sorted(name for name, model in models.items() if "${PORT}" in str(model))
+    for name, model in models.items():
+        number = port + with_port.index(name) if name in with_port else port
+        expanded = _expanded(model, {"PORT": number})
+        if unknown := sorted(set(_MACRO.findall(str(expanded)))):
+            text = "is not set: its place is left as it is"
+            draft.tell("to do", ("models", name), f"{', '.join(f'${{{each}}}' for each in unknown)} {text}")
+        draft.set(_model(draft, name, expanded, number), "models", name)
     for index, secret in enumerate(rest.pop("apiKeys", []), 1):
         variable = re.fullmatch(r"\$\{env\.(\w+)\}", secret)
         add_key(draft, f"apiKeys[{index - 1}]", f"llama-swap-{index}", variable[1] if variable else None, secret)
+    for name, peer in (rest.pop("peers", None) or {}).items():
+        _peer(draft, str(name), dict(peer))
     _server(draft, rest, macros)
     draft.tell("changed", "the port", "llama-swap listens on 8080 by default, modelyard serve on 8000 (or --port)")
     return draft
+
+
+def _own(name: str, model: Table, macros: Table) -> Table:
+    """With all macros but the port, which only models that use it get. A comment is none of the command, whatever a
+    macro in it stands for."""
+    without = model | {"cmd": _without_comments(str(model.get("cmd", "")))}
+    expanded: Table = _expanded(without, {**macros, **(model.get("macros") or {}), "MODEL_ID": name})
+    return expanded
 
 
 def _server(draft: Draft, rest: Table, macros: Table) -> None:
@@ -88,16 +105,54 @@ def _server(draft: Draft, rest: Table, macros: Table) -> None:
             text = "models stay loaded side by side as long as the memory suffices, and the idle one goes first"
             draft.tell("changed", section, f"{text}; scheduler.memory_limit says how much they may use")
     hooks = _expanded(rest.pop("hooks", None) or {}, macros)
-    for name in hooks.get("on_startup", {}).pop("preload", []):
-        if name in draft.data["models"]:
-            draft.set(True, "models", name, "enabled")
-    draft.drop_rest(("hooks", "on_startup"), hooks.get("on_startup", {}))
+    names = {alias: name for name, model in draft.data["models"].items() for alias in (name, *model.get("aliases", []))}
+    startup = hooks.pop("on_startup", None) or {}
+    for name in startup.pop("preload", None) or []:
+        if name in names:
+            draft.set(True, "models", names[name], "enabled")
+        else:
+            draft.tell("dropped", "hooks.on_startup.preload", f"there is no model {name!r}")
+    draft.drop_rest(("hooks", "on_startup"), startup)
+    draft.drop_rest(("hooks",), hooks)
     draft.drop_rest((), rest)
 
 
-def _model(draft: Draft, name: str, model: Table) -> Table:
-    rest = {key: value for key, value in model.items() if key not in ("macros", "cmdStop", "checkEndpoint")}
-    found = _engine(draft, name, rest.pop("cmd"), rest.pop("proxy", None), rest.pop("useModelName", None))
+def _peer(draft: Draft, name: str, peer: Table) -> None:
+    """Models of another server."""
+    models, proxy = peer.pop("models", None) or [], str(peer.pop("proxy", "")).rstrip("/")
+    found: Table = {"backend": "openai_remote", "remote_base_url": f"{proxy}/v1"}
+    if (secret := peer.pop("apiKey", None)) is not None:
+        variable = re.fullmatch(r"\$\{env\.(\w+)\}", str(secret))
+        found["remote_api_key_env"] = variable[1] if variable else re.sub(r"\W+", "_", name).upper() + "_API_KEY"
+        if variable:
+            draft.needs_variable(f"peers.{name}.apiKey", variable[1])
+        else:
+            text = f"a secret is not copied: put it into {found['remote_api_key_env']}"
+            draft.variables.add(found["remote_api_key_env"])
+            draft.tell("to do", f"peers.{name}.apiKey", text)
+    for model in map(str, models):
+        if model in draft.data["models"]:
+            draft.tell("dropped", ("peers", name, "models"), f"{model} is also the name of a model here")
+            continue
+        draft.set(found | {"remote_model": model, "enabled": False, "autoload": True}, "models", model)
+        draft.add("routes", {"match": model, "model": model, "allow_remote": True})
+    draft.tell("changed", ("peers", name), "its models are remote ones; requests may leave this machine")
+    draft.drop_rest(("peers", name), peer)
+
+
+def _model(draft: Draft, name: str, model: Table, port: int) -> Table:
+    rest = {key: value for key, value in model.items() if key != "macros"}
+    proxy, upstream = rest.pop("proxy", None), rest.pop("useModelName", None)
+    found = _engine(draft, name, rest.pop("cmd"), proxy or f"http://localhost:{port}", upstream)
+    for key in ("cmdStop", "checkEndpoint"):
+        if rest.pop(key, None) is not None:
+            ours = found["backend"] != "openai_remote"
+            text = (
+                "Modelyard starts, watches and stops the program" if ours else "the program is not started by Modelyard"
+            )
+            draft.tell("dropped", ("models", name, key), text)
+    if rest.get("unlisted") is False:
+        del rest["unlisted"]
     found |= {"enabled": False, "autoload": True}
     if (ttl := rest.pop("ttl", None)) is not None and ttl >= 0:
         found["idle_ttl_s"] = float(ttl)
@@ -140,8 +195,15 @@ def _filters(draft: Draft, name: str, found: Table, filters: Table) -> None:
 # --- commands ---------------------------------------------------------------------------------------------------------
 
 
-def _engine(draft: Draft, name: str, command: str, proxy: str | None, upstream: str | None) -> Table:
-    words = shlex.split("\n".join(line for line in command.splitlines() if not line.lstrip().startswith("#")))
+def _without_comments(command: str) -> str:
+    return "\n".join(line for line in command.splitlines() if not line.lstrip().startswith("#"))
+
+
+def _engine(draft: Draft, name: str, command: str, proxy: str, upstream: str | None) -> Table:
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise InvalidRequest(f"models.{name}.cmd cannot be split into words: {error}") from error
     if not words:
         raise InvalidRequest(f"models.{name}.cmd is empty")
     program = Path(words[0]).name
@@ -152,10 +214,8 @@ def _engine(draft: Draft, name: str, command: str, proxy: str | None, upstream: 
     path = ("models", name, "cmd")
     text = f"{program} is no engine that Modelyard starts: start it yourself; requests go to its address"
     draft.tell("to do", path, text)
-    port = next((words[index + 1] for index, word in enumerate(words[:-1]) if word == "--port"), None)
-    base = proxy or f"http://127.0.0.1:{port or _PORT}"
     draft.add("routes", {"match": name, "model": name, "allow_remote": True})
-    return {"backend": "openai_remote", "remote_base_url": f"{base.rstrip('/')}/v1", "remote_model": upstream or name}
+    return {"backend": "openai_remote", "remote_base_url": f"{proxy.rstrip('/')}/v1", "remote_model": upstream or name}
 
 
 def _llama_server(draft: Draft, name: str, words: list[str]) -> Table:
@@ -167,7 +227,9 @@ def _llama_server(draft: Draft, name: str, words: list[str]) -> Table:
         raise InvalidRequest(f"models.{name}.cmd names no model: -m or -hf is missing")
     if any(word in ("-hf", "-hfr", "--hf-repo") for word in words):
         draft.tell("to do", ("models", name, "cmd"), f"fetch it once: modelyard pull {found['path']}")
-    if (slots := found.get("parallel", 1)) > 1 and "n_ctx" in found:
+    if found.get("parallel", 1) < 1:
+        del found["parallel"]  # as many as it thinks right, as here
+    if (slots := found.get("parallel", 1)) > 1 and found.get("n_ctx"):
         found["n_ctx"] //= slots
         text = f"{found['n_ctx']} tokens: of one conversation, where --ctx-size is of all {slots} together"
         draft.tell("changed", ("models", name, "n_ctx"), text)
@@ -175,6 +237,8 @@ def _llama_server(draft: Draft, name: str, words: list[str]) -> Table:
         del found["n_ctx"]
         text = "0 means the model's own length, Modelyard's default is 4096 tokens: set n_ctx"
         draft.tell("changed", ("models", name, "n_ctx"), text)
+    if "llama_server_mmproj_path" in found:
+        found["modalities"] = ["text", "image"]
     if extra:
         found["llama_server_extra_args"] = extra
     return found
@@ -206,6 +270,8 @@ def _apply(found: Table, words: list[str], known: Mapping[str, str]) -> list[str
         if target is None:
             extra += [flag, *values]
         elif target.startswith("decoding."):
+            if target in _UNLIMITED and str(_value(values, target)).startswith("-"):
+                continue
             found.setdefault("decoding", {})[target.removeprefix("decoding.")] = _value(values, target)
         else:
             found[target] = _value(values, target)

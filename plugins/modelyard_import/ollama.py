@@ -15,7 +15,8 @@ from modelyard.library.elsewhere import FoundModel
 from modelyard_import.draft import Draft
 
 _INSTRUCTION = re.compile(
-    r"^\s*(FROM|PARAMETER|TEMPLATE|SYSTEM|ADAPTER|LICENSE|MESSAGE|REQUIRES|CAPABILITY)\s+", re.IGNORECASE
+    r"^\s*(FROM|PARAMETER|TEMPLATE|SYSTEM|ADAPTER|LICENSE|MESSAGE|REQUIRES|CAPABILITY|RENDERER|PARSER|DRAFT)\s+",
+    re.IGNORECASE,
 )
 # Ollama's parameters and our settings, those of a model and those of its decoding.
 _MODEL = {

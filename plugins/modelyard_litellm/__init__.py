@@ -65,7 +65,9 @@ class LiteLlmOptions(BaseModel):
         default=0, ge=0, le=10, description="Retries of a request that failed before the first byte of its answer."
     )
     litellm_params: dict[str, Any] = Field(
-        default_factory=dict, description="Further arguments of litellm.acompletion, such as aws_region_name."
+        default_factory=dict,
+        description="Further arguments of litellm.acompletion, such as aws_region_name; os.environ/NAME is the value "
+        "of that environment variable.",
     )
 
 
@@ -80,6 +82,7 @@ CAPABILITIES = Capabilities(
 )
 
 
+_FROM_ENVIRONMENT = "os.environ/"
 _LIBRARY_FAILED = "litellm_failed"
 _TRACEBACK = "Traceback (most recent call last)"
 _MAX_CAUSES = 16
@@ -260,7 +263,15 @@ def completion_arguments(request: Request, options: LiteLlmOptions, key: str | N
     body: dict[str, Any] = msgspec.json.decode(openai_chat.write_request(accepted))
     connection = {"api_key": key, "api_base": options.litellm_api_base, "timeout": options.litellm_timeout_s}
     set_ = {name: value for name, value in connection.items() if value is not None}
-    return body | set_ | {"drop_params": True, "num_retries": 0, "max_retries": 0} | options.litellm_params
+    given = {name: _resolved(options.litellm_model, value) for name, value in (set_ | options.litellm_params).items()}
+    return body | {"drop_params": True, "num_retries": 0, "max_retries": 0} | given
+
+
+def _resolved(model: str, value: Any) -> Any:
+    """LiteLLM's own form of a value that an environment variable has."""
+    if not isinstance(value, str) or not value.startswith(_FROM_ENVIRONMENT):
+        return value
+    return read_api_key(model, value.removeprefix(_FROM_ENVIRONMENT))
 
 
 # --- the plug-in interface --------------------------------------------------------------------------------------------
@@ -269,8 +280,15 @@ Options, create = LiteLlmOptions, LiteLlmEngine
 
 
 def faults(spec: EngineSpec) -> Iterator[OptionFault]:
-    variable: str | None = spec.options.litellm_api_key_env
-    yield from try_options(("litellm_api_key_env", lambda name: read_api_key(spec.model, name), variable))
+    options: LiteLlmOptions = spec.options
+    yield from try_options(
+        ("litellm_api_key_env", lambda name: read_api_key(spec.model, name), options.litellm_api_key_env),
+        ("litellm_api_base", lambda value: _resolved(spec.model, value), options.litellm_api_base),
+        *(
+            ("litellm_params", lambda value: _resolved(spec.model, value), value)
+            for value in options.litellm_params.values()
+        ),
+    )
 
 
 ENGINE = EnginePlugin(

@@ -261,3 +261,22 @@ def test_only_common_sampling_fields_are_sent() -> None:
 def test_unsupported_requests_are_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(Unsupported):
         sent(**fields)
+
+
+def test_a_value_may_be_in_an_environment_variable_as_litellm_writes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = Options(
+        litellm_model="bedrock/nova",
+        litellm_api_base="os.environ/NOVA_BASE",
+        litellm_params={"aws_region_name": "os.environ/NOVA_REGION", "aws_profile": "os"},
+    )
+    monkeypatch.setenv("NOVA_BASE", "http://localhost:1")
+    spec = EngineSpec("any", options, {"any": CacheInfo(4096)})
+    assert [option for option, _ in litellm.faults(spec)] == ["litellm_params"]
+    monkeypatch.setenv("NOVA_REGION", "eu-central-1")
+    assert not list(litellm.faults(spec))
+    sent = completion_arguments(REQUEST, options, None)
+    assert (sent["api_base"], sent["aws_region_name"], sent["aws_profile"]) == (
+        "http://localhost:1",
+        "eu-central-1",
+        "os",
+    )

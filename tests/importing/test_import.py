@@ -19,15 +19,24 @@ from modelyard_import import read, write
 from tests.cli_process import run
 
 HERE = Path(__file__).parent
+VARIABLES = [f"{vendor}_API_KEY" for vendor in ("OPENAI", "ANTHROPIC", "GEMINI", "GROQ", "OPENROUTER", "AZURE")]
 SOURCES, GOLDEN = HERE / "sources", HERE / "golden"
 CASES = {
     "llama-bridge": ["llama-bridge.toml"],
     "infer-server": ["infer-server.toml"],
     "llm-pool": ["llm-pool/settings.json", "llm-pool/local.json"],
     "llama-swap": ["llama-swap.yaml"],
+    "llama-swap-difficult": ["llama-swap-difficult.yaml"],
     "litellm": ["litellm.yaml"],
+    "litellm-difficult": ["litellm-difficult.yaml"],
     "modelfile": ["pirate.Modelfile"],
 }
+
+
+@pytest.fixture(autouse=True)
+def _no_keys_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
 
 
 def imported(files: list[Path], folder: Path) -> Config:
@@ -87,6 +96,16 @@ def test_the_command_writes_the_file_prints_the_differences_and_replaces_nothing
     assert again.returncode == 1
     assert "--force replaces it" in again.stderr
     assert run("import", source, "--force", cwd=tmp_path).returncode == 0
+
+
+def test_no_secret_of_a_difficult_file_is_copied(tmp_path: Path) -> None:
+    for name, secrets in {
+        "llama-swap-difficult": ["sk-hidden"],
+        "litellm-difficult": ["sk-1234", "hf_secret", "AKIA-plain", "pw"],
+    }.items():
+        kind, draft = read([SOURCES / f"{name}.yaml"])
+        text = write(kind, [SOURCES / f"{name}.yaml"], draft)
+        assert not [secret for secret in secrets if f'"{secret}"' in text]
 
 
 def test_a_modelfile_over_a_real_model_passes_check(tmp_path: Path) -> None:
