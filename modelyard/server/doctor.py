@@ -30,13 +30,16 @@ from modelyard.config.settings import LoadedConfig
 from modelyard.core.errors import InvalidRequest, ModelyardError, NotFound
 from modelyard.core.units import format_size
 from modelyard.engines.llama_cpp import gpu_library, selftest
+from modelyard.engines.llama_cpp.estimate import draft_kinds
 from modelyard.engines.llama_cpp.library import cpu_features, has_gpu_backend
+from modelyard.engines.llama_cpp.model_shape import read_model_shape
 from modelyard.engines.llama_cpp.selftest import SelfTest
 from modelyard.libllama import FEATURES
 from modelyard.library import cores
 from modelyard.library.cache_dir import cache_dir, models_dir
 from modelyard.library.cgroup import cgroup_limits
 from modelyard.library.llama_cpp_package import BUILD_PREFIX, library_folder
+from modelyard.library.model_files import find_model_file
 from modelyard.plugins import MissingLibrary
 from modelyard.protocols.common.openai_fields import DEFAULT_MODEL
 from modelyard.server.can_run import unrunnable_models
@@ -176,7 +179,7 @@ def library_lines(
 
 
 def _speculation_line(result: SelfTest) -> Line:
-    """Which kinds the library can do. Whether a model has MTP layers, its file says (`modelyard show`)."""
+    """Which kinds the library can do."""
     kinds = ["ngram", "draft", *(feature for feature in FEATURES if feature not in result.lacking)]
     lacking = "".join(f"; not {feature}: it does not export {names}" for feature, names in result.lacking.items())
     return Line("speculation", ", ".join(kinds) + lacking, "note" if lacking else "ok")
@@ -285,6 +288,7 @@ def server_lines(config: Path | None, env: Mapping[str, str] = os.environ) -> It
         yield Line("model", f"{name}: {message}", "error" if name in needed else "note", "modelyard check")
     if able := [name for name in loaded.config.models if name not in faults]:
         yield Line("models", f"{', '.join(able)} can be loaded here")
+        yield from _draft_lines(loaded, able)
     with suppress(NotFound, InvalidRequest):  # then a request has to name a model
         target = loaded.config.router().resolve(DEFAULT_MODEL, "/v1/chat/completions")
         yield Line("without a name", f"{target.model} answers ({target.rule or 'the only one that can'})")
@@ -296,6 +300,17 @@ def server_lines(config: Path | None, env: Mapping[str, str] = os.environ) -> It
     for server in servers:
         yield Line("running", f"{server.url}, process {server.pid}")
     yield _port_line(loaded, servers)
+
+
+def _draft_lines(loaded: LoadedConfig, names: Sequence[str]) -> Iterator[Line]:
+    """The kinds of speculation that models of llama.cpp can do, by their files."""
+    for name in names:
+        settings = loaded.config.models[name]
+        file = find_model_file(settings.path) if settings.backend == "llama_cpp" and settings.path else None
+        if file is not None:
+            kinds = draft_kinds(read_model_shape(file))
+            value = ", ".join(kinds) or "none: it does not generate, or llama.cpp cannot take tokens of it back"
+            yield Line("speculation", f"{name}: {value}")
 
 
 def _port_line(loaded: LoadedConfig, servers: Sequence[RunningServer]) -> Line:

@@ -29,6 +29,7 @@ from modelyard.server.doctor import (
     storage_lines,
 )
 from modelyard.telemetry.gpus import AppleGpu, FoundGpus, NvidiaDriver, NvidiaGpu, VulkanGpu
+from tests.engines.llama_cpp.architectures import model
 
 GIB = 2**30
 LOADER = "there is no Vulkan loader (libvulkan.so.1)"
@@ -92,7 +93,7 @@ def test_a_library_without_the_functions_of_mtp_says_which(env: dict[str, str]) 
     library(env, "libllama.so")
     result = SelfTest(None, (), 1.0, "0.5.0", {"mtp": "llama_set_embeddings_nextn"})
     lines = texts(library_lines(NOTHING, env, lambda _: result))
-    assert "note speculation: ngram, draft; not mtp: it does not export llama_set_embeddings_nextn" in lines
+    assert "note speculation: ngram, draft, eagle3; not mtp: it does not export llama_set_embeddings_nextn" in lines
 
 
 def test_an_unused_gpu_is_a_warning_with_the_command_that_uses_it(env: dict[str, str]) -> None:
@@ -100,7 +101,7 @@ def test_an_unused_gpu_is_a_warning_with_the_command_that_uses_it(env: dict[str,
     lines = texts(library_lines(H200, env, lambda _: SelfTest(None, (), 1.0)))
     assert lines[0] == f"ok library: prebuilt llama.cpp v0.5.0 (cpu), in {folder}"
     assert lines[1] == "ok self-test: llama.cpp ? passed in 1.0 s on the CPU"
-    assert lines.pop(2) == "ok speculation: ngram, draft, mtp"
+    assert lines.pop(2) == "ok speculation: ngram, draft, mtp, eagle3"
     assert lines[2] == (
         "warning GPU: the library in use is for CPUs; the CUDA 12 library may work here → modelyard setup"
     )
@@ -158,6 +159,18 @@ def test_a_wrong_configuration_is_an_error_that_names_the_first_problem(env: dic
     (line,) = server_lines(file, env)
     assert (line.status, line.fix) == ("error", "modelyard check")
     assert "n_gpu_layers" in line.value
+
+
+def test_the_kinds_of_speculation_that_a_model_can_do_are_named(env: dict[str, str], tmp_path: Path) -> None:
+    file = tmp_path / "modelyard.toml"
+    names = {"qwen": "qwen35-mtp", "step": "step35-mtp", "mamba": "mamba2", "gemma": "gemma4"}
+    models = "".join(f'[models.{name}]\npath = "{model(of)}"\nn_ctx = 64\n' for name, of in names.items())
+    file.write_text(models)
+    lines = texts(server_lines(file, env))
+    assert "ok speculation: qwen: ngram, draft, mtp (1 layer of its own), eagle3 (with a file for it)" in lines
+    assert "ok speculation: step: ngram, draft, mtp (3 layers of its own)" in lines
+    assert "ok speculation: gemma: ngram, draft, mtp (with an assistant's file), eagle3 (with a file for it)" in lines
+    assert any(line.startswith("ok speculation: mamba: none") for line in lines)
 
 
 def test_a_port_of_another_program_is_a_warning(env: dict[str, str], tmp_path: Path) -> None:

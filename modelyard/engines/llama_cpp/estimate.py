@@ -24,7 +24,13 @@ from modelyard.core.engine import AvailableMemory, CacheInfo, MemoryEstimate
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.units import format_size as format_size
 from modelyard.engines.llama_cpp.library import cpu_features, has_amx_kernels
-from modelyard.engines.llama_cpp.model_shape import HEAD_FILES, ROLLBACK_ARCHITECTURES, ModelShape, read_model_shape
+from modelyard.engines.llama_cpp.model_shape import (
+    FEATURE_ARCHITECTURES,
+    HEAD_FILES,
+    ROLLBACK_ARCHITECTURES,
+    ModelShape,
+    read_model_shape,
+)
 from modelyard.engines.llama_cpp.options import (
     LOGIT_ROWS,
     Options,
@@ -55,6 +61,18 @@ def require_mtp_layers(model: ModelShape) -> None:
         unused = f"the MTP layers of {model.architecture} are not run by this engine"
         reason = unused if model.unused_mtp_layers else "the file has no MTP layers"
         raise InvalidRequest(f"speculation = mtp is not possible: {reason}", code="mtp_unavailable")
+
+
+def draft_kinds(model: ModelShape) -> list[str]:
+    """The kinds of speculation that a model can do, where the library can."""
+    if model.purpose.task != "chat" or not model.purpose.causal:
+        return []
+    if model.state and model.architecture not in ROLLBACK_ARCHITECTURES:
+        return []
+    layers = model.mtp_layers
+    own = [f"mtp ({layers} layer{'s' * (layers > 1)} of its own)"] if layers else []
+    own += ["mtp (with an assistant's file)"] * (model.architecture == "gemma4")
+    return ["ngram", "draft", *own, *["eagle3 (with a file for it)"] * (model.architecture in FEATURE_ARCHITECTURES)]
 
 
 # --- the sums ---------------------------------------------------------------------------------------------------------

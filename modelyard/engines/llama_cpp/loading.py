@@ -10,9 +10,12 @@ from __future__ import annotations
 import ctypes
 import logging
 import mmap
+import os
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -470,7 +473,44 @@ def _kv_type(name: str) -> int:
         raise InvalidRequest(
             f"{name!r} is not a type of a KV cache; use one of {', '.join(KV_TYPES)}", code="cache_unusable"
         )
-    return KV_TYPES[name.lower()][0]
+    number = KV_TYPES[name.lower()][0]
+    if number < 0 and (number := _later_type(name.lower())) < 0:
+        raise InvalidRequest(
+            f"{name!r} is a type of later releases of llama.cpp; the library in use is {lib.version}",
+            code="option_unsupported",
+        )
+    return number
+
+
+_TYPE_NAMES = (
+    "from modelyard import libllama; from ctypes import c_char_p, c_int; names = libllama.declared("
+    "libllama.load().raw, 'ggml_type_name', (c_char_p, [c_int])); "
+    "[print(n, repr(names(n)), flush=True) for n in range(41, 64)]"
+)
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("fp8", "f8").replace("_", "").removesuffix("fn")
+
+
+@cache
+def _later_type(name: str) -> int:
+    """The library's number of a type, by its own name for it; -1: it has none. ggml does not say how many types it has,
+    and what is behind the last one may end the process: a child asks."""
+    env = os.environ | {"LLAMA_CPP_LIB_PATH": str(lib.folder)}
+    done = subprocess.run(  # noqa: S603
+        [sys.executable, "-P", "-c", _TYPE_NAMES],
+        env=env,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        check=False,
+    )
+    for line in done.stdout.splitlines():
+        number, _, found = line.partition(" ")
+        if _plain(found.strip("b'\"")) == _plain(name):
+            return int(number)
+    return -1
 
 
 def thread_counts(info: CacheInfo, options: Options) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field
 from modelyard.core.engine import CacheInfo, Capabilities
 from modelyard.library.gguf import ModelPurpose
 
-# type of a KV cache → ggml's number of it, and the bytes of one value
+# type of a KV cache → ggml's number of it, and the bytes of one value; -1: the library is asked, as none had it yet
 KV_TYPES = {
     "f32": (0, 4.0),
     "f16": (1, 2.0),
@@ -21,9 +21,12 @@ KV_TYPES = {
     "q5_0": (6, 22 / 32),
     "q5_1": (7, 24 / 32),
     "q8_0": (8, 34 / 32),
+    "iq4_nl": (20, 18 / 32),
     "bf16": (30, 2.0),
+    "f8_e4m3": (-1, 1.0),
+    "f8_e5m2": (-1, 1.0),
 }
-_KvType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"]
+_KvType = Literal["f32", "f16", "bf16", "f8_e4m3", "f8_e5m2", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"]
 FlashAttentionMode = Literal["on", "off", "auto"]
 _Count = Annotated[int, Field(ge=1, le=1 << 24)]
 GpuLayers = Annotated[int, Field(ge=-1, le=10_000)] | Literal["auto"]

@@ -334,6 +334,8 @@ def _decode_tiny_model() -> str | None:
     with tempfile.TemporaryDirectory(prefix="modelyard-selftest-") as folder:
         path = Path(folder) / "tiny.gguf"
         write_tiny_model(path)
+        if (fault := _read_back(path)) is not None:
+            return fault
         runs = [_decode(path, fast=True), _decode(path, fast=False)]
         if libllama.load().gpu_devices():
             runs.append(_decode(path, fast=True, flash_attention=True))
@@ -365,6 +367,30 @@ def _read_vocabulary() -> str | None:
         found += piece.raw[: max(0, size)]
     lib.llama_model_free(model)
     return None if found == text else f"its tokenizer makes {found!r} of {text!r}"
+
+
+# Fields whose places defaults alone do not tell, by the functions that read them back from a context.
+_READ_BACK = {"n_ctx": 512, "n_batch": 128, "n_ubatch": 64, "n_seq_max": 2, "n_threads": 3, "n_threads_batch": 5}
+
+
+def _read_back(path: Path) -> str | None:
+    """A context is made with a value of its own in each of these fields, and asked for them."""
+    lib = libllama.load()
+    model_params, params = lib.llama_model_default_params(), lib.llama_context_default_params()
+    model_params.n_gpu_layers = 0
+    for field, value in _READ_BACK.items():
+        setattr(params, field, value)
+    model = lib.llama_model_load_from_file(str(path).encode(), model_params)
+    context = lib.llama_init_from_model(model, params) if model else None
+    if not context:
+        return "a tiny model cannot be loaded"
+    wrong = []
+    for field, value in _READ_BACK.items():
+        found = libllama.declared(lib.raw, f"llama_{field}", (ctypes.c_uint32, [ctypes.c_void_p]))(context)
+        wrong += [f"{field} is {found} and not {value}"] if found != value else []
+    lib.llama_free(context)
+    lib.llama_model_free(model)
+    return f"a context has other values than it was given: {', '.join(wrong)}" if wrong else None
 
 
 def _decode_model(path: Path) -> str | None:

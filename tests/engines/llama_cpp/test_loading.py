@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import mmap
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -162,6 +163,19 @@ def test_a_system_without_proc_gets_none(monkeypatch: pytest.MonkeyPatch, tmp_pa
     buffer = private_memory(64 * _MB)
     assert huge_pages.request() == 0
     buffer.close()
+
+
+def test_kv_types_of_later_releases_are_refused_with_the_version_of_the_library(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    options = Options(path="x.gguf")
+    with pytest.raises(InvalidRequest, match=re.escape(f"the library in use is {lib.version}")) as refused:
+        loading.context_parameters(CacheInfo(64, type_k="f8_e4m3"), options)
+    assert refused.value.code == "option_unsupported"
+    monkeypatch.setattr(loading, "_TYPE_NAMES", "print(41, repr(b'q2_0')); print(43, repr(b'fp8_e4m3'))")
+    loading._later_type.cache_clear()
+    assert loading.context_parameters(CacheInfo(64, type_k="f8_e4m3"), options).type_k == 43
+    loading._later_type.cache_clear()
 
 
 def test_an_option_of_a_later_library_is_refused_with_the_version_in_use() -> None:

@@ -86,6 +86,53 @@ def test_each_layout_is_recognized_by_where_its_defaults_are() -> None:
         libllama.context_layout(shifted, Path("other"))
 
 
+def test_a_field_that_is_missing_anywhere_is_a_fault() -> None:
+    """The struct of the library beside ours without one field: all that follows is shifted. v1.0 lacks `defrag_thold`,
+    where padding takes its place; after the hidden ones come padding, or values that are equal."""
+    hidden = {"yarn_orig_ctx", "defrag_thold", "type_k", "type_v", "kv_unified", "ctx_other"} | {
+        *("no_host", "no_alloc", "load_mtp")
+    }
+    library = libllama.load()
+    for params, defaults in (
+        (library.llama_context_default_params(), CONTEXT_DEFAULTS),
+        (library.llama_model_default_params(), MODEL_DEFAULTS),
+    ):
+        data, fields = bytes(params) + bytes(64), list(params._fields_)
+        for at, (name, *_) in enumerate(fields):
+            if name in hidden:
+                continue
+            shifted = type("shifted", (ctypes.Structure,), {"_fields_": (*fields[:at], *fields[at + 1 :])})
+            found = shifted.from_buffer_copy(data)
+            known = {field: value for field, value in defaults.items() if field != name}
+            sizes = ctypes.sizeof(shifted) <= ctypes.sizeof(params) - 8  # what the extent of the writes tells
+            assert sizes or selftest.first_difference("params", found, known) is not None, name
+
+
+def test_fields_that_change_places_are_a_fault(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Their defaults are equal: only a context that was made with them tells."""
+    library, path = libllama.load(), tmp_path / "tiny.gguf"
+    selftest.write_tiny_model(path)
+    fields = dict(library.llama_context_params._fields_)
+    names = ["n_threads_batch" if n == "n_threads" else "n_threads" if n == "n_threads_batch" else n for n in fields]
+    swapped = type("llama_context_params", (ctypes.Structure,), {"_fields_": tuple((n, fields[n]) for n in names)})
+    declared = libllama.declared
+    monkeypatch.setattr(
+        library,
+        "llama_context_default_params",
+        declared(ctypes.CDLL(str(library.path)), "llama_context_default_params", (swapped, [])),
+    )
+    monkeypatch.setattr(
+        library,
+        "llama_init_from_model",
+        declared(
+            ctypes.CDLL(str(library.path)), "llama_init_from_model", (ctypes.c_void_p, [ctypes.c_void_p, swapped])
+        ),
+    )
+    assert "n_threads is 5 and not 3" in (selftest._read_back(path) or "")
+    monkeypatch.undo()
+    assert selftest._read_back(path) is None
+
+
 def test_words_that_come_back_changed_are_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     library = libllama.load()
     monkeypatch.setattr(library, "llama_token_to_piece", lambda *_: 0)
