@@ -38,15 +38,17 @@ class Grammars:
         self._load_tokenizer = load_tokenizer
         self._compiled: dict[tuple[str, str], LLMatcher | InvalidRequest] = {}  # the most recently used last
         self._pool: ThreadPoolExecutor | None = None
+        self._starting = threading.Lock()
 
     @cached_property
     def tokenizer(self) -> LLTokenizer:
         return self._load_tokenizer()
 
     def submit(self, function: Callable[[], T]) -> Future[T]:
-        """Runs a function on the compiler thread."""
-        if self._pool is None:
-            self._pool = _compiler_thread()
+        """Runs a function on the compiler thread. Any thread may call it."""
+        with self._starting:
+            if self._pool is None:
+                self._pool = _compiler_thread()
         return self._pool.submit(copy_context().run, function)  # with the client whose turn it is in the sandbox
 
     def close(self) -> None:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from typing import Protocol
 from urllib.parse import quote, urlsplit
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
@@ -24,6 +25,7 @@ from modelyard.engines.upstream_connection import (
 from modelyard.telemetry.tracing import current_traceparent
 
 _MAX_BUFFERED = 256 << 10  # bytes of a body that wait for the reader before the connection is paused
+_MAX_UNPACKED = 1 << 20  # bytes of a compressed body that are read at a time: 256 KiB of it can be 256 MiB
 # Small servers end lines with LF alone, or write spaces where none belong. An upstream is configured, not a stranger.
 _LENIENCIES = {
     "lenient_headers": True,
@@ -45,6 +47,14 @@ class InvalidResponse(ClientError):
 
 class ReadTimeout(ClientError):
     pass
+
+
+class _Unpacker(Protocol):
+    """What `zlib.decompressobj` returns."""
+
+    @property
+    def unconsumed_tail(self) -> bytes: ...
+    def decompress(self, data: bytes, max_length: int, /) -> bytes: ...
 
 
 class UpstreamClient:
@@ -145,7 +155,7 @@ class ClientResponse:
         self._has_surplus = bool(connection.early)  # the response to this request may still come, behind another
         self._chunks: list[bytes] = []
         self._buffered = self._header_bytes = 0
-        self._decompress: Callable[[bytes], bytes] | None = None
+        self._unpacker: _Unpacker | None = None
         self._raw_headers: dict[bytes, bytes] = {}
         # Callbacks of the parser. As methods of a list and a dict, they are not Python calls.
         self.on_body, self.on_header = self._chunks.append, self._raw_headers.__setitem__
@@ -165,14 +175,17 @@ class ClientResponse:
     async def read(self) -> bytes:
         """Everything of the body that has arrived; empty at its end."""
         while True:
-            if chunks := self._chunks:
+            if (unpacker := self._unpacker) is not None and unpacker.unconsumed_tail:
+                if data := self._unpacked(unpacker, unpacker.unconsumed_tail):
+                    return data
+            elif chunks := self._chunks:
                 data = chunks[0] if len(chunks) == 1 else b"".join(chunks)
                 chunks.clear()
                 self._buffered = 0
                 if self._is_paused:
                     self._resume()
-                if self._decompress is not None:
-                    data = self._decompressed(self._decompress, data)
+                if unpacker is not None:
+                    data = self._unpacked(unpacker, data)
                 if data:
                     return data
             elif self._error is not None:
@@ -188,7 +201,8 @@ class ClientResponse:
 
     @property
     def is_read(self) -> bool:
-        return self._connection is None and not self._chunks
+        is_unpacked = self._unpacker is None or not self._unpacker.unconsumed_tail
+        return self._connection is None and not self._chunks and is_unpacked
 
     def close(self) -> None:
         """Closes the connection if the response has not ended, which tells the upstream that nobody reads it."""
@@ -201,10 +215,11 @@ class ClientResponse:
         finally:
             self._waiter = None
 
-    def _decompressed(self, decompress: Callable[[bytes], bytes], data: bytes) -> bytes:
+    def _unpacked(self, unpacker: _Unpacker, data: bytes) -> bytes:
         try:
-            return decompress(data)
+            return unpacker.decompress(data, _MAX_UNPACKED)
         except zlib.error as error:
+            self._unpacker = None
             self._fail(InvalidResponse(str(error)))
             return b""
 
@@ -218,7 +233,7 @@ class ClientResponse:
     def receive(self, data: bytes) -> None:
         if (parser := self._parser) is None:
             return
-        self._heard_at = self._loop.time()
+        self._heard_at, before = self._loop.time(), len(self._chunks)
         try:
             parser.feed_data(data)
         except (HttpParserError, HttpParserUpgrade) as error:
@@ -229,11 +244,14 @@ class ClientResponse:
         if self._is_complete:
             is_sent = not self._transport.get_write_buffer_size()
             self._end(reusable=is_sent and not self._has_surplus and self._keeps_alive)
-        elif not self.status:
+        elif not self.status or len(self._chunks) == before:  # headers, or what follows a body
             self._header_bytes += len(data)
             if self._header_bytes > MAX_HEADER_BYTES:
                 self._fail(InvalidResponse(f"more than {MAX_HEADER_BYTES} bytes of headers"))
+            elif self.status:
+                self._wake()
         else:
+            self._header_bytes = 0
             self._buffered += len(data)
             if self._buffered > _MAX_BUFFERED and self._chunks and not self._is_paused:
                 self._is_paused = True
@@ -298,7 +316,7 @@ class ClientResponse:
             name.decode("latin-1").lower(): value.decode("latin-1") for name, value in self._raw_headers.items()
         }
         if self.headers.get("content-encoding", "").lower() in ("gzip", "x-gzip", "deflate"):
-            self._decompress = zlib.decompressobj(_ANY_ZLIB_HEADER).decompress
+            self._unpacker = zlib.decompressobj(_ANY_ZLIB_HEADER)
 
     def on_message_complete(self) -> None:
         if self._parser is None or not self.status:

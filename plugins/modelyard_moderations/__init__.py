@@ -28,7 +28,7 @@ from modelyard.http.tokens import JsonEndpoint
 from modelyard.protocols.common.json import decode, encode
 
 _DEFAULT = "omni-moderation-latest"  # as in OpenAI's API
-_MAX_INPUTS, _AT_ONCE, _MAX_TOKENS = 128, 4, 128
+_MAX_INPUTS, _MAX_TOKENS = 128, 128
 CATEGORIES = (
     *("harassment", "harassment/threatening", "hate", "hate/threatening", "illicit", "illicit/violent", "self-harm"),
     *("self-harm/instructions", "self-harm/intent", "sexual", "sexual/minors", "violence", "violence/graphic"),
@@ -82,7 +82,6 @@ def endpoints(context: HttpContext) -> Iterator[tuple[Row, ASGIApp]]:
 class Moderations(JsonEndpoint):
     async def handle(self, body: bytes, context: RequestContext, work: RequestWork) -> bytes:
         model, messages = await work.run(read_inputs, body)
-        limit = asyncio.Semaphore(_AT_ONCE)
         try:
             caller = self.caller(model, context)
         except NotFound as error:
@@ -92,17 +91,11 @@ class Moderations(JsonEndpoint):
                 param="model",
             ) from error
 
-        async def judge(message: Message, number: int) -> dict[str, Any]:
-            async with limit:
-                own = caller if not number else msgspec.structs.replace(caller, is_retry=True)  # one request of the key
-                return read_verdict(model, (await self._answer(model, message, own)).text)
-
-        tasks = [asyncio.ensure_future(judge(message, number)) for number, message in enumerate(messages)]
-        try:
-            results = await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
+        # One after the other: they have the slot, the budget and the limits of one request of the key.
+        results = []
+        for message in messages:
+            results.append(read_verdict(model, (await self._answer(model, message, caller)).text))
+            caller = msgspec.structs.replace(caller, is_retry=True)
         return encode({"id": f"modr-{context.trace}", "model": model, "results": results})
 
     async def _answer(self, model: str, message: Message, caller: Caller) -> Reply:

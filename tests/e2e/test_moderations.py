@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -46,6 +47,17 @@ def test_texts_are_judged_by_the_model_of_the_route(moderations: Any) -> None:
     assert reply.results[1].category_scores.illicit == 1.0
     assert reply.results[1].category_applied_input_types.illicit == ["text"]
     assert not moderations.create(input="Hello").results[0].flagged
+
+
+def test_the_texts_of_one_request_have_one_slot() -> None:
+    model = {"backend": "fake", "token_delay": 0.01, "script": LLAMA}
+    with live_server({"models": {"guard": model}}) as running, ThreadPoolExecutor(1) as pool:
+        url, body = running.url + "/v1/moderations", {"model": "guard", "input": ["Hello"] * 8}
+        asked, seen = pool.submit(httpx.post, url, json=body), set[int]()
+        while not asked.done():
+            seen.add(httpx.get(running.url + "/health").json()["models"]["guard"]["running"])
+    assert len(asked.result().json()["results"]) == 8
+    assert max(seen) == 1
 
 
 def test_a_guard_model_is_named(moderations: Any) -> None:

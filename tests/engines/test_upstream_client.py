@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gzip
 import os
 import zlib
@@ -172,6 +173,40 @@ async def test_a_compressed_body_is_read_although_none_was_asked_for(
     head = b"HTTP/1.1 200 OK\r\nContent-Encoding: %b\r\nContent-Length: %d\r\n\r\n" % (name.encode(), len(data))
     async with served(answering(head, *[data[at : at + 1] for at in range(len(data))])) as (client, _):
         assert await read_all(await client.send("POST", "/x", b"{}")) == b"abc" * 1000
+
+
+async def test_a_compressed_body_is_unpacked_a_piece_at_a_time() -> None:
+    data = gzip.compress(bytes(20 << 20))
+    head = b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: %d\r\n\r\n" % len(data)
+    async with served(answering(head + data)) as (client, _):
+        response, pieces = await client.send("POST", "/x", b"{}"), list[int]()
+        while piece := await response.read():
+            assert not response.is_read or sum(pieces) + len(piece) == 20 << 20
+            pieces.append(len(piece))
+    assert sum(pieces) == 20 << 20
+    assert max(pieces) <= 1 << 20
+
+
+@pytest.mark.parametrize("trailer", [b"x-%d: y\r\n", b"%d" + b"y" * 4096, b"3;x=%d\r\nabc\r\n"])
+async def test_what_follows_a_body_is_bounded_but_not_a_body_in_small_chunks(trailer: bytes) -> None:
+    is_body = trailer.startswith(b"3")
+    count = 20_000
+
+    async def serve(peer: Peer) -> None:
+        await peer.request()
+        with contextlib.suppress(ConnectionError):
+            await peer.send(CHUNKED + b"3\r\nabc\r\n" + (b"" if is_body else b"0\r\nfirst: "))
+            for n in range(count):
+                await peer.send(trailer % n)
+            await peer.send(b"0\r\n\r\n" if is_body else b"\r\n\r\n")
+
+    async with served(serve) as (client, _):
+        response = await client.send("POST", "/x", b"{}")
+        if is_body:
+            assert await read_all(response) == b"abc" * (count + 1)
+        else:
+            with pytest.raises(InvalidResponse, match="bytes of headers"):
+                await read_all(response)
 
 
 async def test_a_reader_that_is_late_pauses_the_connection_and_is_no_timeout() -> None:

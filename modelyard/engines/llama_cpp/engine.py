@@ -10,7 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from contextvars import copy_context
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -67,6 +69,7 @@ from modelyard.plugins import MissingLibrary
 log = logging.getLogger(__name__)
 
 
+_MEDIA_READERS = 32
 _FIT_SHARES = (1.0, 0.9, 0.75)  # of the free GPU memory: the estimate may be wrong
 
 
@@ -78,6 +81,7 @@ class LlamaCppEngine(ThreadedEngine[LlamaCppJob]):
     _dry: DrySamplers
     _embedder: Embedder
     _masks: GrammarMasks
+    _media_readers: ThreadPoolExecutor
     _thread_pool: ThreadPool
     _threads: AdaptiveThreads
 
@@ -144,6 +148,8 @@ class LlamaCppEngine(ThreadedEngine[LlamaCppJob]):
         self._dry = DrySamplers(self._vocab)
         defer(self._dry.close)
         defer(self._masks.close)
+        self._media_readers = ThreadPoolExecutor(_MEDIA_READERS, "media-reader")  # they wait for the sandbox
+        defer(partial(self._media_readers.shutdown, cancel_futures=True))
         if capabilities.generates:
             self._create_caches(options, path, shape)
 
@@ -255,14 +261,21 @@ class LlamaCppEngine(ThreadedEngine[LlamaCppJob]):
         job = LlamaCppJob(prompt, self._loop, cache, window, self._job_count)
         if prompt.constraint is not None or prompt.sampling.dry_multiplier or prompt.has_media:
             with suppress(RuntimeError):  # the engine died meanwhile; its inbox rejects the job
-                job.preparing = self._masks.submit(partial(self._prepare, job, window))
+                if prompt.has_media:
+                    job.preparing = self._media_readers.submit(copy_context().run, self._prepare_media, job, window)
+                else:
+                    job.preparing = self._masks.submit(partial(self._prepare, job, window))
         return job
+
+    def _prepare_media(self, job: LlamaCppJob, window: int) -> None:
+        """On a thread of its own: a slow image of one key delays nobody's grammar and no other image."""
+        if not job.cancelled:
+            self._read_media(job, window)
+        self._masks.submit(partial(self._prepare, job, window)).result()
 
     def _prepare(self, job: LlamaCppJob, window: int) -> None:
         if job.cancelled:
             return
-        if job.prompt.has_media:
-            self._read_media(job, window)
         self._dry.prepare(job.prompt.sampling, window)
         if job.prompt.constraint is not None:
             job.mask = self._masks.create(job.prompt.constraint)

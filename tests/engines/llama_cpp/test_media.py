@@ -16,7 +16,7 @@ import pytest_asyncio
 from modelyard import libmtmd
 from modelyard.core.engine import CacheInfo, Chunk, End, Media, Prompt, TokenRun
 from modelyard.core.errors import ContextOverflow, InvalidRequest, Unsupported
-from modelyard.core.request import Image, Message, Request, Text
+from modelyard.core.request import Constraint, Image, Message, Request, Text
 from modelyard.engines import llama_cpp, llama_server
 from modelyard.engines.llama_cpp.engine import LlamaCppEngine
 from modelyard.engines.llama_cpp.media import Projector
@@ -194,6 +194,30 @@ async def test_streams_go_on_while_a_picture_is_encoded_and_its_job_can_be_cance
         assert engine.stats().running == 0
         release.set()
         assert end(await read(engine.generate(ask("block", of("block"))))).error is None
+
+
+async def test_a_picture_that_is_read_slowly_delays_no_grammar_and_no_other_picture(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read_parts, first, may_go_on = Projector.read, threading.Event(), threading.Event()
+
+    def read_slowly(self: Projector, parts: Any) -> Any:
+        if not first.is_set():
+            first.set()
+            may_go_on.wait(60)
+        return read_parts(self, parts)
+
+    monkeypatch.setattr(Projector, "read", read_slowly)
+    grammar = Constraint("regex", "(yes|no)")
+    async with running({"main": CacheInfo(512, 3)}, **files("tiles")) as engine:
+        slow = engine.generate(ask("tiles", of("tiles")))
+        await asyncio.to_thread(first.wait, 60)
+        text = vocabulary(files("tiles")["path"]).encode("Is it red?")
+        bound = Prompt(parts=(TokenRun(text),), sampling=GREEDY, max_tokens=8, constraint=grammar)
+        assert end(await read(engine.generate(bound))).error is None
+        assert end(await read(engine.generate(ask("tiles", of("tiles", 2), constraint=grammar)))).error is None
+        may_go_on.set()
+        assert end(await read(slow)).error is None
 
 
 async def test_a_chunk_that_is_read_at_once_needs_a_micro_batch_of_its_size() -> None:
