@@ -42,6 +42,7 @@ from modelyard_optimize.tuned_model import single_model_config
 from setup.llama_server import fetch_binary
 
 _MODEL = "planted"
+_WINDOW = 8192
 _TRIAL_S = 300.0
 _SEED = 40  # of the load that measures again: other prompts than the optimizer's
 _COMMENT = "# the reason for this line is kept"
@@ -76,8 +77,8 @@ CASES = (
     Case("keys f32", "memory", {"type_k": "f32"}),
     Case("one thread, ubatch 8", "agent", {"n_threads": 1, "n_ubatch": 8}),
     Case("one thread, KV f32", "chat", {"n_threads": 1, **_EXACT}),
-    Case("llama-server, batch 8", "agent", {"n_batch": 8, "n_ubatch": 8}, backend="llama_server"),
-    Case("llama-server, ubatch 4", "agent", {"n_ubatch": 4}, backend="llama_server"),
+    Case("llama-server, batch 8", "agent", {}, {"n_batch": 8, "n_ubatch": 8}, backend="llama_server"),
+    Case("llama-server, ubatch 4", "agent", {}, {"n_ubatch": 4}, backend="llama_server"),
     Case("llama-server, one thread", "chat", {"llama_server_n_threads": 1}, backend="llama_server"),
 )
 
@@ -103,12 +104,14 @@ class Result(Struct, frozen=True, kw_only=True):
 
 def file_text(case: Case, path: Path) -> str:
     """A file with comments, a model's section, and one for its cache if the case has one."""
-    model = {"backend": case.backend, "path": str(path), "n_ctx": 8192, **case.model}
+    model = {"backend": case.backend, "path": str(path), **case.model}
+    if not case.cache:
+        model["n_ctx"] = _WINDOW
     if case.backend == "llama_server":
         model["llama_server_binary"] = str(fetch_binary())
     lines = [_COMMENT, f"[models.{_MODEL}]", *(f"{key} = {json.dumps(value)}" for key, value in model.items())]
     if case.cache:
-        lines += ["", f"[caches.main]  {_COMMENT}", f'model = "{_MODEL}"']
+        lines += ["", f"[caches.main]  {_COMMENT}", f'model = "{_MODEL}"', f"n_ctx = {_WINDOW}"]
         lines += [f"{key} = {json.dumps(value)}" for key, value in case.cache.items()]
     return "\n".join([*lines, "", "[http]", f"port = 8123  {_COMMENT}", ""])
 
@@ -218,7 +221,7 @@ def busy(count: int) -> Iterator[None]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--load", type=int, default=2, help="programs that compute meanwhile")
+    parser.add_argument("--load", type=int, default=2, help="programs of ours that compute meanwhile")
     parser.add_argument("--budget", default="3m")
     parser.add_argument("--rounds", type=int, default=4, help="in which the gain is measured again")
     parser.add_argument("--only", nargs="+", choices=[case.name for case in CASES])

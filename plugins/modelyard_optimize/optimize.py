@@ -168,7 +168,9 @@ def optimize(
     history = _history(model, plan, available, folder, fresh=options.fresh)
     if len(history):
         err.print(f"resuming an earlier run: {len(history)} trials are known (--fresh starts over)", soft_wrap=True)
-    if (load := psutil.getloadavg()[0] / (psutil.cpu_count() or 1)) > _BUSY:
+    load = psutil.getloadavg()[0] / (psutil.cpu_count() or 1)
+    plan = replace(plan, crowding=max(1.0, load))
+    if load > _BUSY:
         busy = f"the machine is busy: {load:.1f} programs want each of its processors"
         err.print(f"[yellow]warning[/yellow] {busy}, so that more rounds are needed", soft_wrap=True)
     terminal = TerminalReport(plan.goal, model.current, plan.budget_s, out, err)

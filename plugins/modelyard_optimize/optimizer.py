@@ -48,6 +48,9 @@ _MIN_LIMIT_S = 15.0
 # Of the remaining time for a trial while none has ended. Each has a quarter of the load of the one before; a busy
 # machine also needs longer to start a program at all.
 _FIRST_SHARES = (1 / 6, 1 / 4, 1 / 2)
+# Where several programs want each processor, the smaller load is the first one, and the time goes to fewer attempts.
+_CROWDED = 2.0
+_CROWDED_SHARES = (1 / 3, 1 / 2)
 _TRIALS = 60  # that should fit into the budget
 _FEW_TRIALS = 20  # with fewer, little but the baselines is measured
 _NOISY = 0.05  # deviation of a trial on an idle machine: 1 to 3 %
@@ -133,6 +136,7 @@ class OptimizerPlan(Struct, frozen=True, kw_only=True):
     streams: int | None = None
     seed: int = 0
     memory: int | None = None  # bytes of RAM that a trial may use
+    crowding: float = 1.0  # programs that want each processor: everything takes so many times as long
     bounds: QualityBounds = QualityBounds()
     rules: SearchRules = SearchRules()
 
@@ -200,7 +204,10 @@ class Optimizer:
     async def _calibrate(self, baselines: list[Setting]) -> None:
         """A trial that does not count: it warms up the machine and shows how large the load may be. If it does not end
         in time, the next baseline is tried with a smaller load."""
-        for share, setting in zip(_FIRST_SHARES, cycle(reversed(baselines)), strict=False):
+        is_crowded = self.plan.crowding >= _CROWDED
+        shares = _CROWDED_SHARES if is_crowded else _FIRST_SHARES
+        self._load = goals.shorter_load(self._load) if is_crowded else self._load
+        for share, setting in zip(shares, cycle(reversed(baselines)), strict=False):
             began, self._first_limit = self._clock(), share * (self.plan.budget_s - self.spent_s)
             outcome = self._history.take(_CALIBRATION, False)
             if outcome is None:
@@ -328,10 +335,12 @@ class Optimizer:
     async def _measure(self, request: ScoreRequest, *, bench: bool = False) -> Outcome:
         """The limit is a few times the usual duration, or that of this setting if it is slower. One that never ended
         may not take much of the time that is left."""
-        left = max(_MIN_LIMIT_S, self.plan.budget_s - self.spent_s)
+        most = _FIRST_SHARES[1] * self.plan.budget_s
+        least = max(_MIN_LIMIT_S, min(most, _MIN_LIMIT_S * self.plan.crowding))
+        left = max(least, self.plan.budget_s - self.spent_s)
         usual = _PATIENCE * median(self._durations) if self._durations else self._first_limit
         known = _PATIENCE * self._longest.get(request.setting, 0.0)
-        limit_s = min(left, max(_MIN_LIMIT_S, min(usual, _FIRST_SHARES[1] * left), known))
+        limit_s = min(left, max(least, min(usual, _FIRST_SHARES[1] * left), known))
         job = TrialJob(
             config=self.model.trial_config(request.setting),
             model=self.model.name,

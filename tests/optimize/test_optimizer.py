@@ -152,6 +152,28 @@ async def test_the_load_shrinks_until_a_trial_ends_in_time_and_the_run_still_ans
     assert not [failure for failure in made.failures.values() if failure.kind == "hang"]
 
 
+async def test_on_a_crowded_machine_the_first_load_is_small_and_no_trial_is_stopped_while_it_starts(tmp_path: Path):
+    class Crowded(FormulaTrials):
+        """The start of a program alone takes 25 s."""
+
+        async def run_trial(self, job: TrialJob, limits: TrialLimits) -> Outcome:
+            self.seconds = 25.0
+            if limits.seconds < self.seconds:
+                self.now += limits.seconds
+                return TrialFailure("hang", "stopped")
+            return await super().run_trial(job, limits)
+
+    trials = Crowded()
+    made = optimizer(trials, tmp_path, budget_s=180.0, crowding=8.0)
+    await made.run()
+    assert made.measurements
+    assert not made.failures
+    assert trials.jobs[0].workload.output_tokens == 16
+    calm = optimizer(Crowded(), tmp_path / "calm", budget_s=120.0)
+    await calm.run()
+    assert not calm.measurements
+
+
 async def test_a_run_that_ran_out_of_time_goes_on_with_the_same_command(tmp_path: Path):
     first = await optimizer(FormulaTrials(seconds=20.0), tmp_path, budget_s=150.0).run()
     assert not first.better
