@@ -75,6 +75,7 @@ class Prompt(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     priority: Priority = "main"
     adapters: tuple[tuple[str, float], ...] = ()
     logprobs: int | None = None
+    post_sampling: bool = False  # `logprobs` are of the tokens that the samplers leave, as the last one draws them
     prompt_logprobs: int | None = None  # the same of the prompt's tokens, after the first; then no KV is reused
     logprobs_last: int | None = None  # … of so many of its last tokens only; KV before them is reused
     deadline: float | None = None  # `time.monotonic`; another process gets the seconds that are left
@@ -181,6 +182,7 @@ class Capabilities(Struct, frozen=True):
     streaming: bool = True
     logprobs: bool = False
     prompt_logprobs: bool = False
+    post_sampling: bool = False  # log probabilities after the samplers
     reasoning_budget: bool = False  # it ends reasoning after a number of tokens
     lora: bool = False
     embeddings: bool = False

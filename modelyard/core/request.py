@@ -25,6 +25,9 @@ class Text(Struct, frozen=True, tag="text", gc=False):
     text: str
 
 
+MEDIA_MARK = "<__media__>"  # of llama-server: where the next file stands in a prompt without a template
+
+
 class Image(Struct, frozen=True, tag="image", gc=False):
     """An image by URL: `data:` always works, `http(s):` and `file:` only if the settings allow them."""
 
@@ -310,7 +313,7 @@ class Request(Struct, frozen=True, kw_only=True, gc=False):
     model: str
     messages: tuple[Message, ...] = ()
     instructions: bool = False  # the leading system message applies to this request only
-    prompts: tuple[str | tuple[int, ...], ...] = ()  # raw prompts without a template; `messages` is empty
+    prompts: tuple[str | tuple[int, ...], ...] = ()  # without a template; `messages` has their media only
     mixed_prompts: tuple[tuple[str | int, ...], ...] = ()  # the same with texts among token ids, until it is prepared
     tools: tuple[Tool, ...] = ()
     tool_choice: ToolChoice = ToolChoice()
@@ -323,6 +326,7 @@ class Request(Struct, frozen=True, kw_only=True, gc=False):
     n: int = 1
     logprobs: int | None = None  # alternatives per token; 0: the chosen one only; None: off
     prompt_logprobs: int | None = None  # the same for the tokens of the prompt
+    post_sampling: bool = False  # as `Prompt.post_sampling`
     constraint: Constraint | None = None
     reasoning: Reasoning = Reasoning()
     stream: bool = False

@@ -41,6 +41,7 @@ from modelyard.gateway.server_tools import ServerTools, offer_tools
 from modelyard.mcp.servers import McpServers
 from modelyard.prompt.images import Images
 from modelyard.prompt.infill import infill_prompt
+from modelyard.prompt.media import media_parts
 from modelyard.prompt.translation import translated
 from modelyard.protocols.common.openai_fields import DEFAULT_MODEL
 from modelyard.router.router import Target
@@ -182,7 +183,12 @@ class Preparer:
                 media = media_kinds(request)
             request = await self._adapt_media(request, media, model, effective)
             media = media_kinds(request)
+        if media and request.prompts and model.kind == "chat":
+            message = "multimodal_data: this model takes images and audio in messages of /v1/chat/completions only"
+            raise Unsupported(message, param="prompt")
         check_capabilities(request, effective, model.name, media=media)
+        if request.post_sampling and not effective.post_sampling:
+            raise Unsupported("post_sampling_probs: the engine of this model has none", param="post_sampling_probs")
         if model.translates:
             request = translated(request)
         if media:
@@ -301,6 +307,9 @@ def _encode_raw(
     if request.infill is not None:
         gaps = [_encode_gap(request, str(prompt), request.infill, model, window) for prompt in request.prompts]
         return [(ids, tokenizer.decode(ids)) for ids in gaps]
+    if request.messages and isinstance(prompt := request.prompts[0], str):
+        text = renderer.raw_with_media(prompt, media_parts(request))
+        return [(renderer.tokens(text, watch and watch(len(text))), text)]
     return [
         (renderer.raw(p, watch and watch(len(p))), p)
         if isinstance(p, str)

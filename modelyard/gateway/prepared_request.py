@@ -198,6 +198,7 @@ class PreparedRequest(Struct, frozen=True, kw_only=True, gc=False):
             priority=self.priority,
             adapters=((request.lora_adapter, 1.0),) if request.lora_adapter else (),
             logprobs=request.logprobs,
+            post_sampling=request.post_sampling,
             prompt_logprobs=request.prompt_logprobs,
             deadline=self.caller.deadline,
             trace=self.caller.trace,

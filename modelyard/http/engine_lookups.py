@@ -21,6 +21,7 @@ from modelyard.core import limits
 from modelyard.core.engine import Control, Engine, TextEngine
 from modelyard.core.errors import InvalidRequest, Unavailable, Unsupported
 from modelyard.core.protocol import ModelCard
+from modelyard.core.request import MEDIA_MARK
 from modelyard.gateway.gateway import Gateway
 from modelyard.gateway.model import Model
 from modelyard.http.models import ModelEndpoints
@@ -54,6 +55,7 @@ class EngineLookups:
             "model_alias": model.name,
             "model_path": model.name,  # its file is no concern of a client
             "modalities": {kind: name in model.modalities for kind, name in _MODALITIES.items()},
+            "media_marker": MEDIA_MARK,
             "endpoint_slots": True,
             "endpoint_props": False,
             "endpoint_metrics": True,

@@ -20,6 +20,7 @@ from modelyard.core.engine import Media, TokenRun
 from modelyard.core.errors import InvalidRequest, Unsupported
 from modelyard.core.output_format import RESULTS
 from modelyard.core.request import (
+    MEDIA_MARK,
     Audio,
     Image,
     Message,
@@ -466,6 +467,15 @@ class Renderer:
         ids = self._tokens.encode(unshield(prompt), on_progress)
         bos = self.tokenizer.bos
         return ids if bos is None or ids[:1] == [bos] else [bos, *ids]
+
+    def raw_with_media(self, prompt: str, media: Iterable[Image | Audio]) -> str:
+        """The text of a prompt without a template, for `tokens` and `parts`; its marks stand for the media in order."""
+        if not self.marks_media:
+            raise InvalidRequest("this model takes images and audio in messages only", param="prompt")
+        first, *others = unshield(prompt).split(MEDIA_MARK)
+        marks = (mark(part, number) for number, part in enumerate(media, 1))
+        text = first + "".join(each + other for each, other in zip(marks, others, strict=True))
+        return text if text.startswith(self._begin) else self._begin + text
 
     def pair(self, query: str, document: str, template: str | None = None) -> list[int]:
         """The input of a model that ranks. `template` has places for {query} and {document}; without one the tokenizer

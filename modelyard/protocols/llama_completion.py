@@ -10,7 +10,9 @@ OpenAI's completions.
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterable, Mapping
+from math import exp
 from typing import Any
 
 import msgspec
@@ -19,7 +21,7 @@ from msgspec.structs import replace
 from modelyard.core import limits
 from modelyard.core.errors import InvalidRequest, Unsupported
 from modelyard.core.events import BlockDelta, Reply, TokenLogprob
-from modelyard.core.request import Request, Sampling
+from modelyard.core.request import MEDIA_MARK, Audio, Image, Message, Request, Sampling
 from modelyard.protocols.common.extensions import (
     ExtensionFields,
     read_constraint,
@@ -61,6 +63,7 @@ class LlamaCompletionBody(ExtensionFields):
     stop: limits.StopString | limits.StopStrings | None = None
     stream: bool | None = None
     n_probs: int | None = None
+    post_sampling_probs: bool | None = None
     return_tokens: bool | None = None
     response_fields: limits.Words | None = None
     logit_bias: limits.LogitBias | limits.LogitBiasPairs | None = None  # type: ignore[assignment]
@@ -69,14 +72,12 @@ class LlamaCompletionBody(ExtensionFields):
     return_progress: bool | None = None
     # What no engine here does, or does in its own way: named in the warnings if it is set.
     t_max_predict_ms: int | None = None
-    post_sampling_probs: bool | None = None
 
 
 _decoder = msgspec.json.Decoder(LlamaCompletionBody)
 # Values that change nothing; llama-server's clients send all their settings.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "t_max_predict_ms": (-1, 0),
-    "post_sampling_probs": (False,),
 }
 
 
@@ -98,11 +99,13 @@ def read_request(body: bytes, headers: Mapping[str, str]) -> Request:
         model=parsed.model or DEFAULT_MODEL,
         prompts=prompts,
         mixed_prompts=mixed,
+        messages=_read_media(parsed.prompt),
         biased_texts=_take_biased_texts(parsed),
         sampling=_read_sampling(parsed),
         max_tokens=None if limit in (None, -1) else max(1, limit or 0),
         stop=read_stop(parsed.stop, warnings),
         logprobs=parsed.n_probs or (0 if parsed.return_tokens else None),
+        post_sampling=parsed.post_sampling_probs is True and bool(parsed.n_probs),
         constraint=read_constraint(parsed),
         stream=parsed.stream is True,
         progress=parsed.return_progress is True and parsed.stream is True,
@@ -135,9 +138,6 @@ def _read_prompts(
 
 def _read_prompt(given: limits.LlamaPrompt) -> str | tuple[str | int, ...]:
     if isinstance(given, dict):
-        if given.get("multimodal_data"):
-            message = "multimodal_data: send images and audio in messages of /v1/chat/completions"
-            raise Unsupported(message, param="prompt")
         given = given.get("prompt_string")  # type: ignore[assignment]
     if isinstance(given, str):
         return given
@@ -147,6 +147,35 @@ def _read_prompt(given: limits.LlamaPrompt) -> str | tuple[str | int, ...]:
         if isinstance(part, int) and not 0 <= part < 2**31:
             raise InvalidRequest(f"prompt: {part} is not a token id", param="prompt")
     return tuple(given)
+
+
+def _read_media(given: limits.LlamaPrompts | None) -> tuple[Message, ...]:
+    """The `multimodal_data` of a prompt: files in base64 for the marks in its text, which nothing describes."""
+    if not isinstance(given, dict):
+        if isinstance(given, list) and any(isinstance(each, dict) and each.get("multimodal_data") for each in given):
+            raise Unsupported("multimodal_data: send one prompt at a time", param="prompt")
+        return ()
+    text, files = given.get("prompt_string"), given.get("multimodal_data") or []
+    if not isinstance(files, list) or not all(isinstance(each, str) for each in files):
+        raise InvalidRequest("multimodal_data must be a list of files in base64", param="prompt")
+    if isinstance(text, str) and text.count(MEDIA_MARK) != len(files):
+        message = f"prompt_string has {text.count(MEDIA_MARK)} times {MEDIA_MARK!r} for {len(files)} files"
+        raise InvalidRequest(f"multimodal_data: {message}", param="prompt")
+    return (Message("user", tuple(map(_read_media_file, files))),) if files else ()
+
+
+_SOUNDS = {b"ID3": "audio/mpeg", b"\xff\xfb": "audio/mpeg", b"\xff\xf3": "audio/mpeg", b"fLaC": "audio/flac"}
+
+
+def _read_media_file(data: str) -> Image | Audio:
+    """What its first bytes say it is."""
+    try:
+        head = base64.b64decode(data[:16])
+    except ValueError:
+        raise InvalidRequest("multimodal_data must be a list of files in base64", param="prompt") from None
+    sound = "audio/wav" if head[:4] == b"RIFF" and head[8:12] == b"WAVE" else None
+    sound = sound or next((kind for magic, kind in _SOUNDS.items() if head.startswith(magic)), None)
+    return Image(f"data:image/png;base64,{data}") if sound is None else Audio(f"data:{sound};base64,{data}")
 
 
 def _take_biased_texts(body: LlamaCompletionBody) -> tuple[tuple[str, float], ...]:
@@ -247,13 +276,18 @@ def _write_tokens(tokens: Iterable[TokenLogprob], request: Request) -> dict[str,
     if wanted.get("return_tokens"):
         out["tokens"] = [token.id for token in tokens if token.id is not None]
     if wanted.get("n_probs"):
+        after = request.post_sampling
         out["completion_probabilities"] = [
-            _write_logprob(token) | {"top_logprobs": [_write_logprob(other) for other in token.top]} for token in tokens
+            _write_logprob(token, after)
+            | {"top_probs" if after else "top_logprobs": [_write_logprob(other, after) for other in token.top]}
+            for token in tokens
         ]
     return out
 
 
-def _write_logprob(token: TokenLogprob) -> dict[str, Any]:
+def _write_logprob(token: TokenLogprob, is_after: bool) -> dict[str, Any]:
+    if is_after:
+        return {"id": token.id, "token": token.token, "bytes": list(token.bytes), "prob": exp(token.logprob)}
     logprob = max(token.logprob, MIN_LOGPROB)
     return {"id": token.id, "token": token.token, "bytes": list(token.bytes), "logprob": logprob}
 

@@ -1,8 +1,9 @@
-"""llama-server's slots: a client chooses one, saves its KV to a file, restores it in another, and erases it; nobody
-reaches another key's."""
+"""What clients of llama-server's /slots and /completion rely on: a client chooses a slot, saves its KV to a file,
+restores it in another, and erases it, and nobody reaches another key's; probabilities after the samplers."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -118,3 +119,29 @@ def test_a_damaged_file_is_refused_and_leaves_the_slot_as_it_is(ann: httpx.Clien
     newest.write_bytes(newest.read_bytes()[:-1])
     assert code(change(ann, 0, "restore", filename="kept")) == (400, "kv_does_not_fit")
     assert read(ann, 0)["prompt_n"] == 1
+
+
+def test_probabilities_after_the_samplers_are_those_of_the_draw(ann: httpx.Client) -> None:
+    def ask(**more: Any) -> Any:
+        body = {"prompt": TEXT, "n_predict": 3, "n_probs": 10, "seed": 1, "temperature": 0.7} | more
+        reply = ann.post("/completion", json=body)
+        return reply if reply.status_code != 200 else reply.json()["completion_probabilities"]
+
+    before = ask(top_k=4)[0]["top_logprobs"]
+    weights = [math.exp(each["logprob"] / 0.7) for each in before[:4]]
+    for token in (shown := ask(top_k=4, post_sampling_probs=True)):
+        assert len(token["top_probs"]) == 4
+        assert sum(each["prob"] for each in token["top_probs"]) == pytest.approx(1)
+        assert token["prob"] in [each["prob"] for each in token["top_probs"]]
+    assert [each["prob"] for each in shown[0]["top_probs"]] == pytest.approx(
+        [w / sum(weights) for w in weights], rel=0.01
+    )
+    (first, *_), penalty = ask(temperature=0, post_sampling_probs=True), {"logit_bias": {str(before[0]["id"]): -50}}
+    assert (first["id"], first["prob"], len(first["top_probs"])) == (before[0]["id"], 1.0, 1)
+    biased = ask(top_p=0.5, post_sampling_probs=True, **penalty)[0]
+    assert before[0]["id"] not in [each["id"] for each in biased["top_probs"]]
+    assert sum(each["prob"] for each in ask(post_sampling_probs=True, n_probs=20)[0]["top_probs"]) < 1
+    for more in ({"mirostat": 2}, {"grammar": 'root ::= "a"'}, {"model": "fake"}):
+        refused = ask(post_sampling_probs=True, **more)
+        assert refused.status_code == 400
+        assert "post_sampling_probs" in refused.json()["error"]["message"]

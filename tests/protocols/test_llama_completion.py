@@ -68,8 +68,9 @@ def test_n_predict_is_the_limit(n_predict: int | None, expected: int | None) -> 
 
 
 def test_settings_that_no_engine_has_are_warnings() -> None:
-    request = read(t_max_predict_ms=9, post_sampling_probs=True, top_n_sigma=1.5)
-    assert set(request.warnings) == {"t_max_predict_ms_ignored", "post_sampling_probs_ignored"}
+    request = read(t_max_predict_ms=9, post_sampling_probs=True, n_probs=3, top_n_sigma=1.5)
+    assert set(request.warnings) == {"t_max_predict_ms_ignored"}
+    assert request.post_sampling
     assert request.sampling.top_n_sigma == 1.5
 
 

@@ -385,6 +385,12 @@ class LlamaCppEngine(ThreadedEngine[LlamaCppJob]):
         if cache.running >= cache.info.parallel:
             raise Overloaded(f"the cache {cache.name!r} has no free sequence")
         job.sampler = Sampler(job.prompt.sampling, self._dry, self.n_vocab, cache.info.window, text_ids(job.ids))
+        if job.prompt.post_sampling and (job.sampler.kind == "chain" or job.mask is not None):
+            job.sampler.close()
+            raise Unsupported(
+                "post_sampling_probs: not with a grammar, and with penalties, top_k, top_p, min_p and temperature only",
+                param="post_sampling_probs",
+            )
         if job.prompt.reasoning is not None:
             job.reasoning = ReasoningLimit(job.prompt.reasoning, partial(token_piece, self._vocab))
         next(context for context in self._contexts if job.cache in context.caches).admit(job)

@@ -246,6 +246,7 @@ class LlamaCppJob(InProcessJob):
         """Adds the next token to the output. Returns why the job ends, if it does."""
         top = self.prompt.logprobs
         logits = self.sampler.logits(context, row).copy() if top is not None else None  # a mask changes them
+        after = self.sampler.reported(logits, top or 0) if logits is not None and self.prompt.post_sampling else None
         forced = None if self.reasoning is None else self.reasoning.next_token()
         try:
             token = self._sample(context, row, forced)
@@ -255,7 +256,7 @@ class LlamaCppJob(InProcessJob):
         if self.reasoning is not None:
             self.reasoning.read(token)
         if logits is not None and output.logprobs is not None and (finish is None or self._reports(token, output)):
-            output.logprobs.append(token_logprob(logits, token, top or 0))
+            output.logprobs.append(token_logprob(logits, token, top or 0) if after is None else after(token))
         return finish
 
     def _reports(self, token: int, output: StepOutput) -> bool:

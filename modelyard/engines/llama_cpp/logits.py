@@ -88,6 +88,15 @@ class LogitProcessor:
         self._biases = np.fromiter(biases.values(), np.float32, len(biases))
         self._penalties = penalties
 
+    def applied(self, row: Row) -> Row:
+        """A copy with the logits that the next token is chosen from."""
+        row = row.copy()
+        row[self._biased] += self._biases
+        if self._penalties is not None:
+            ids, logits = self._penalties.penalized(row)
+            row[ids] = logits
+        return row
+
     def sample(self, row: Row, choose: Callable[[Row], int]) -> int:
         before = row[self._biased]
         row[self._biased] = before + self._biases

@@ -40,6 +40,7 @@ CAPABILITIES = Capabilities(
     structured=True,
     logprobs=True,
     prompt_logprobs=True,
+    post_sampling=True,
     reasoning_budget=True,
     embeddings=True,
     rerank=True,

@@ -27,6 +27,7 @@ from msgspec.structs import replace
 from numpy.random import MT19937, RandomState
 
 from modelyard.core.request import Sampling
+from modelyard.core.tokenizer import IdLogprob
 from modelyard.engines.llama_cpp.binding import short
 from modelyard.engines.llama_cpp.logit_columns import (
     GROUP,
@@ -165,6 +166,38 @@ class Sampler:
             near = gaps >= self.min_gap
             ids, gaps = ids[near], gaps[near]
         return ids, gaps
+
+    def distribution(self, row: Row) -> tuple[TokenIds, Floats]:
+        """The tokens that are left for the next draw, and their probabilities, as llama.cpp's samplers leave them."""
+        if self._processor is not None:
+            row = self._processor.applied(row)
+        if self.kind == "greedy":
+            return np.array([row.argmax()], np.intp), np.ones(1)
+        if self.top_k:
+            ids = top_tokens(row, self.top_k)
+            row, kept = np.full_like(row, -inf), row[ids]
+            row[ids] = kept
+        if self.truncates:
+            ids, gaps = self.truncate(row)
+        else:
+            ids = np.flatnonzero(np.isfinite(row))
+            gaps = row[ids].astype(np.float64) - row[ids].max(initial=-inf)
+        weights = np.exp(gaps / self.temperature)
+        return ids, weights / weights.sum()
+
+    def reported(self, row: Row, top: int) -> Callable[[int], IdLogprob]:
+        """What is told of the token that is drawn from this row, which may change meanwhile: its probability, and the
+        most likely of those that were left."""
+        ids, shares = self.distribution(row)
+        most = min(top, len(ids))
+        order: list[int] = np.argpartition(-shares, most - 1)[:most].tolist() if most else []
+        best = tuple((int(ids[at]), log(shares[at])) for at in sorted(order, key=lambda at: -shares[at]) if shares[at])
+
+        def report(token: int) -> IdLogprob:
+            share = float(shares[ids == token].sum())
+            return IdLogprob(token, log(share) if share else -inf, best)
+
+        return report
 
     def _sample_truncated(self, row: Row, random: Callable[[], float]) -> int | None:
         ids, gaps = self.truncate(row)
