@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from modelyard.core.chat import Chat, ChatSummary
-from modelyard.core.errors import Conflict, NotFound
+from modelyard.core.errors import Conflict, NotFound, TooLarge
 from modelyard.database import Database, DatabaseKind, DatabaseThread
 from modelyard.library.cache_dir import data_dir
 
@@ -27,6 +27,8 @@ _FIND = """SELECT id, title, updated, turns FROM chats WHERE scope = ? AND text 
 _GET = "SELECT body FROM chats WHERE scope = ? AND id = ?"
 _REVISION = "SELECT revision FROM chats WHERE scope = ? AND id = ?"
 _PUT = "INSERT OR REPLACE INTO chats VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
+_SIZE = "SELECT coalesce(sum(length(body)), 0) FROM chats WHERE scope = ? AND id != ?"
+_MAX_BYTES = 256 << 20  # of the chats of one key
 _DELETE = "DELETE FROM chats WHERE scope = ? AND id = ?"
 
 
@@ -80,6 +82,8 @@ class ChatStore:
                 raise Conflict(message, code="chat_changed", param="revision")
             chat.revision += 1
             text, body = chat.search_text().casefold(), msgspec.json.encode(chat)
+            if len(body) + db.execute(_SIZE, (scope, chat.id)).fetchone()[0] > _MAX_BYTES:
+                raise TooLarge(f"the stored chats of this key would take more than {_MAX_BYTES >> 20} MiB: delete some")
             values = (scope, chat.id, chat.display_title, chat.updated, len(chat.turns), chat.revision, text, body)
             db.execute(_PUT, values)
         return chat

@@ -8,7 +8,7 @@ of any other. No engine here speaks.
 from __future__ import annotations
 
 import base64
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any, cast
 
 import httpx
@@ -19,11 +19,12 @@ from starlette.formparsers import MultiPartException
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import request_response
-from starlette.types import ASGIApp, Message, Receive
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from modelyard.config.settings import engine_options
 from modelyard.core.errors import InvalidRequest, ModelyardError, TooLarge, Unavailable, Unsupported
 from modelyard.core.events import Usage
+from modelyard.core.pool import LeaseRequest
 from modelyard.engines.openai_remote import OpenAiRemoteOptions
 from modelyard.engines.upstream import UpstreamAddress, map_auth_error, read_api_key
 from modelyard.gateway.model import Model
@@ -33,6 +34,7 @@ from modelyard.http.request_context import RequestContext
 from modelyard.http.routes import Row
 from modelyard.http.server import HttpContext
 from modelyard.protocols import openai_chat
+from modelyard.router.router import Target
 
 _TASKS = {
     "transcriptions": "Transcribe the speech word for word. Write only what is said, and nothing else.",
@@ -40,7 +42,7 @@ _TASKS = {
 }
 _FORMATS = {"wav": "wav", "mp3": "mp3", "mpeg": "mp3", "flac": "flac", "ogg": "ogg"}
 _WRITTEN = ("json", "text")
-_MAX_FIELDS = 20
+_MAX_FIELDS, _MAX_ERROR = 20, 64 << 10
 
 
 def endpoints(context: HttpContext) -> Iterator[tuple[Row, ASGIApp]]:
@@ -69,10 +71,12 @@ class SpeechEndpoints:
             if not isinstance(file, UploadFile):
                 raise InvalidRequest("file is required: the recording", param="file")
             fields = {name: value for name, value in form.multi_items() if isinstance(value, str)}
-            model = self._model(request, fields.get("model"))
+            target, model = self._model(request, fields.get("model"))
             if model.entry.backend == "openai_remote":
                 upload = (file.filename or "speech", await file.read(), file.content_type or "application/octet-stream")
-                return await self._forward(request, model, f"audio/{task}", {"data": fields, "files": {"file": upload}})
+                return await self._forward(
+                    request, target, model, f"audio/{task}", {"data": fields, "files": {"file": upload}}
+                )
             return await self._ask(request, task, fields, file)
         finally:
             await form.close()
@@ -84,19 +88,19 @@ class SpeechEndpoints:
             )
         except msgspec.MsgspecError as error:
             raise InvalidRequest(f"the body is not a JSON object: {error}") from None
-        model = self._model(request, body.get("model"))
+        target, model = self._model(request, body.get("model"))
         if model.entry.backend != "openai_remote":
             raise Unsupported(
                 f"the model {model.name!r} does not speak: /v1/audio/speech is answered by upstreams (backend "
                 "openai_remote) that have it",
                 param="model",
             )
-        return await self._forward(request, model, "audio/speech", {"json": body})
+        return await self._forward(request, target, model, "audio/speech", {"json": body})
 
-    def _model(self, request: HttpRequest, name: Any) -> Model:
+    def _model(self, request: HttpRequest, name: Any) -> tuple[Target, Model]:
         if not isinstance(name, str) or not name:
             raise InvalidRequest("model is required: the name of a model", param="model")
-        return self._gateway.lookup.find(name, RequestContext.of(request.scope).caller())[1]
+        return self._gateway.lookup.find(name, RequestContext.of(request.scope).caller())[:2]
 
     async def _form(self, request: HttpRequest) -> FormData:
         if not request.headers.get("content-type", "").startswith("multipart/form-data"):
@@ -107,14 +111,17 @@ class SpeechEndpoints:
             raise InvalidRequest(f"the form cannot be read: {getattr(error, 'detail', error)}") from None
 
     def _bounded(self, request: HttpRequest) -> Receive:
-        read = 0
+        read, reservation = 0, RequestContext.of(request.scope).reservation
 
         async def receive() -> Message:
             nonlocal read
             message = await request.receive()
-            read += len(message.get("body", b""))
+            size = len(message.get("body", b""))
+            read += size
             if read > self._limit:
                 raise TooLarge(f"the request is larger than {self._limit} bytes (http.max_body_bytes)")
+            if reservation is not None:
+                reservation.grow(size)
             return message
 
         return receive
@@ -156,30 +163,43 @@ class SpeechEndpoints:
 
     # --- a model of an upstream -----------------------------------------------------------------------------------
 
-    async def _forward(self, request: HttpRequest, model: Model, path: str, content: dict[str, Any]) -> Response:
+    async def _forward(
+        self, request: HttpRequest, target: Target, model: Model, path: str, content: dict[str, Any]
+    ) -> Response:
+        """With a slot, the limits and the budget of the key, as any other request."""
         options = cast(OpenAiRemoteOptions, engine_options(model.settings))
         key = read_api_key(model.name, options.remote_api_key_env)
         headers = {**options.remote_headers, **({"authorization": f"Bearer {key}"} if key else {})}
         for fields in (content.get("data"), content.get("json")):
             if fields is not None:
                 fields["model"] = options.remote_model
+        caller, failed = RequestContext.of(request.scope).caller(), True
+        if caller.reservation is not None:
+            await caller.reservation.hold(model.name, 0, 1)  # the upstream does not count tokens
+        lease = LeaseRequest(model=target.model, cache=target.cache, key=caller.key, trace=caller.trace)
+        ticket = self._gateway.leases.request(lease)
         client = httpx.AsyncClient(timeout=options.remote_timeout_s)
-        failed = True
+
+        async def close() -> None:
+            ticket.cancel()
+            await client.aclose()
+
         try:
+            await ticket.lease()
             sent = client.build_request("POST", f"{options.remote_base_url}/{path}", headers=headers, **content)
             reply = await client.send(sent, stream=True)
             if reply.status_code >= 400:
-                raise _refusal(model.name, options, reply, await reply.aread())
+                raise _refusal(model.name, options, reply, await _beginning(reply))
             failed = False
         except httpx.HTTPError as error:
             raise Unavailable(
                 f"the upstream of {model.name!r} cannot be reached: {error}", code="upstream_lost"
             ) from None
         finally:
-            self._gateway.accounts.add(RequestContext.of(request.scope).key, model.name, Usage(), failed=failed)
+            self._gateway.accounts.add(caller.key, model.name, Usage(), failed=failed)
             if failed:
-                await client.aclose()
-        return StreamingResponse(_body(client, reply), reply.status_code, media_type=reply.headers.get("content-type"))
+                await close()
+        return _Forwarded(reply, close)
 
 
 def chat_body(task: str, fields: Mapping[str, str], name: str, data: bytes) -> bytes:
@@ -207,13 +227,28 @@ def _refusal(name: str, options: OpenAiRemoteOptions, reply: httpx.Response, bod
     return map_auth_error(openai_chat.read_error(reply.status_code, dict(reply.headers), body), address)
 
 
-async def _body(client: httpx.AsyncClient, reply: httpx.Response) -> AsyncIterator[bytes]:
-    try:
-        async for chunk in reply.aiter_bytes():
-            yield chunk
-    finally:
-        await reply.aclose()
-        await client.aclose()
+async def _beginning(reply: httpx.Response) -> bytes:
+    data = b""
+    async for chunk in reply.aiter_bytes(_MAX_ERROR):
+        data += chunk
+        if len(data) >= _MAX_ERROR:
+            break
+    return data
+
+
+class _Forwarded(StreamingResponse):
+    """Closes the upstream's reply, and returns the slot, also if the client has left before its first byte."""
+
+    def __init__(self, reply: httpx.Response, close: Callable[[], Awaitable[None]]) -> None:
+        super().__init__(reply.aiter_bytes(), reply.status_code, media_type=reply.headers.get("content-type"))
+        self._reply, self._close = reply, close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._reply.aclose()
+            await self._close()
 
 
 class _Reply:

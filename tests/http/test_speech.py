@@ -151,3 +151,15 @@ def test_an_unknown_model_is_a_404_and_a_remote_one_needs_consent(server: LiveSe
     strict = openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0)
     with pytest.raises(openai.PermissionDeniedError):
         strict.audio.transcriptions.create(model="far", file=("a.wav", recording()))
+
+
+def test_what_is_forwarded_counts_against_the_limits_of_its_key(upstream: tuple[str, Upstream]):
+    keys = [{"name": "ann", "key": "sk-ann", "requests_per_minute": 2, "allow_remote": True}]
+    far = {"backend": "openai_remote", "remote_base_url": upstream[0], "remote_model": "whisper-1"}
+    with live_server({"models": {"far": far}, "keys": keys}) as served:
+        ann = openai.OpenAI(base_url=f"{served.url}/v1", api_key="sk-ann", max_retries=0)
+        assert ann.audio.speech.create(model="far", voice="alloy", input="Hi").content == b"ID3sound"
+        assert ann.audio.transcriptions.create(model="far", file=("a.wav", recording())).text == "heard upstream"
+        with pytest.raises(openai.RateLimitError):
+            ann.audio.speech.create(model="far", voice="alloy", input="Hi")
+    assert len(upstream[1].seen) == 2
