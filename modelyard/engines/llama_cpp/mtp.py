@@ -505,7 +505,7 @@ def _pointer(data: Bytes) -> Any:
 class MtpDrafter:
     """Guesses for all sequences at once, one token of each per decode."""
 
-    is_free = False
+    is_free, is_joint = False, True
 
     def __init__(self, head: MtpHead, min_probability: float) -> None:
         self._head, self._min_probability = head, min_probability
@@ -578,14 +578,17 @@ class MtpDrafter:
     def _extend(
         self, rows: Mapping[int, int], lengths: Mapping[int, int], drafts: dict[int, list[int]]
     ) -> dict[int, Rows]:
-        """Appends the best token of each row. Returns the hidden rows of the sequences that continue."""
+        """Appends the best token of each row, unless most are not likely enough: drafts of one length are computed
+        together. Returns the hidden rows of the sequences that continue."""
         head, going = self._head, {}
-        logits = logits_rows(short.get_logits(head.context), head.batch.size, head.n_vocab)
-        for sequence, row in rows.items():
-            scores = logits[row]
-            token = int(scores.argmax())
-            if self._min_probability and 1 / np.exp(scores - scores[token]).sum() < self._min_probability:
-                continue
+        logits = logits_rows(short.get_logits(head.context), head.batch.size, head.n_vocab)[list(rows.values())]
+        tokens = logits.argmax(1)
+        if self._min_probability:
+            best = logits[np.arange(len(tokens)), tokens]
+            likely = np.exp(logits - best[:, None]).sum(1) * self._min_probability <= 1
+            if 2 * int(likely.sum()) < len(tokens):
+                return {}
+        for (sequence, row), token in zip(rows.items(), tokens.tolist(), strict=True):
             drafts[sequence].append(token)
             if len(drafts[sequence]) < lengths[sequence]:
                 address = short.get_embeddings_nextn_ith(head.context, row)

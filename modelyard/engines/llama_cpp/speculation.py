@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -39,6 +40,7 @@ class Drafter(Protocol):
     """Writes drafts. Between `begin` and `end` a job only grows."""
 
     is_free: bool  # drafting costs nothing, so drafts that are not tried are still compared with the output
+    is_joint: bool  # all streams get drafts of one length: more than one row each is computed together only then
     is_synchronized: bool  # False if it had to read much before it could draft: such a step is not measured
 
     def begin(self, sequence: int, job: LlamaCppJob) -> None: ...
@@ -64,6 +66,8 @@ class Speculator:
     def __init__(self, drafter: Drafter, max_draft: int, window: int, *, measured: bool) -> None:
         self._drafter, self._max_draft, self._window, self._measured = drafter, max_draft, window, measured
         self._cost = DraftCost()
+        self._spent = self._wasted = 0.0  # seconds of drafting: in this step, and for drafts that came to nothing
+        self._held = 0.0  # of them, for drafts of the next step
         self._jobs: dict[int, JobSpeculation] = {}
         self.is_idle = False  # nothing was worth drafting: the next step need not wait for drafts
 
@@ -94,25 +98,50 @@ class Speculator:
             for sequence, job in streams.items()
             if sequence in self._jobs
         }
+        if self._drafter.is_joint and lengths:
+            lengths = self._joint_lengths(streams, lengths, cost)
         self.is_idle = not any(lengths.values())
         least = int(self._drafter.is_free)
         requested = {sequence: max(least, count) for sequence, count in lengths.items() if max(least, count)}
+        started = time.perf_counter()
         drafts = self._drafter.draft(requested) if requested else {}
-        return {
+        found = {
             sequence: draft
             for sequence, tokens in drafts.items()
             if (draft := self._to_try(sequence, streams[sequence], tokens, lengths[sequence]))
         }
+        seconds = time.perf_counter() - started
+        self._spent += seconds
+        if found:
+            self._held += seconds
+        else:
+            self._wasted += seconds
+        return found
+
+    def _joint_lengths(
+        self, streams: Mapping[int, LlamaCppJob], lengths: Mapping[int, int], cost: float
+    ) -> dict[int, int]:
+        """One length for all, by their acceptance together, as far as each has room."""
+        if not self._measured:
+            return dict.fromkeys(lengths, max(lengths.values()))
+        rate = sum(self._jobs[sequence].acceptance.rate for sequence in lengths) / len(lengths)
+        length = draft_length(rate, cost, self._max_draft)
+        return {sequence: min(length, self._room(streams[sequence])) for sequence in lengths}
 
     def _draft_length(self, state: JobSpeculation, job: LlamaCppJob, cost: float) -> int:
-        """The last token that a job may generate needs no row."""
-        room = max(0, min(self._max_draft, job.prompt.max_tokens - job.n_output - 1, self._window - job.length - 1))
+        room = self._room(job)
         return draft_length(state.acceptance.rate, cost, room) if self._measured else room
+
+    def _room(self, job: LlamaCppJob) -> int:
+        """The last token that a job may generate needs no row."""
+        return max(0, min(self._max_draft, job.prompt.max_tokens - job.n_output - 1, self._window - job.length - 1))
 
     def _to_try(self, sequence: int, job: LlamaCppJob, tokens: list[int], length: int) -> list[int]:
         if not length:
             self._jobs[sequence].untried = tokens[0] if tokens else None
             return []
+        if not tokens and not self._drafter.is_free:
+            self._jobs[sequence].untried = _NOTHING
         return allowed_prefix(job, tokens[:length])
 
     def observe(self, sequence: int, drafted: int, accepted: int, token: int) -> None:
@@ -129,9 +158,13 @@ class Speculator:
         state.untried = None
 
     def measure(self, streams: int, drafted: int, seconds: float) -> None:
-        """The duration of a step without prompts."""
+        """The duration of a step without prompts. What drafting took counts for the step that tries the drafts, and so
+        does what drafts took that came to nothing."""
+        spent, self._spent = self._spent, 0.0
+        if drafted:
+            spent, self._held, self._wasted = spent - self._held - self._wasted, 0.0, 0.0
         if self._measured and self._drafter.is_synchronized:
-            self._cost.observe(streams, drafted, seconds)
+            self._cost.observe(streams, drafted, max(0.0, seconds - spent))
 
 
 def allowed_prefix(job: LlamaCppJob, draft: list[int]) -> list[int]:
@@ -146,6 +179,7 @@ def allowed_prefix(job: LlamaCppJob, draft: list[int]) -> list[int]:
 # as many tokens as its probability to be accepted; without it the same seconds would yield c · streams / T tokens. So
 # that is a row's cost: the probability from which on it pays. The n-th token has acceptanceⁿ.
 
+_NOTHING = -2  # no token: a draft that came to nothing counts as one that was rejected
 _INITIAL_COST = 0.4  # below what a small model on a CPU costs, so that drafts are tried
 _INITIAL_RATE, _INITIAL_WEIGHT = 0.5, 2.0  # a new job's acceptance, and how many drafts that counts for
 _SMOOTHING = 0.1  # of a new measurement
@@ -226,6 +260,7 @@ class NgramDrafter:
     """Drafts from each job's own text."""
 
     is_free = is_synchronized = True
+    is_joint = False
 
     def __init__(self) -> None:
         self._texts: dict[int, tuple[LlamaCppJob, NgramIndex]] = {}
@@ -367,7 +402,7 @@ class _DraftSequence(Struct):
 class ModelDrafter:
     """The draft model's context of one cache. Belongs to the engine's thread."""
 
-    is_free = False
+    is_free = is_joint = False
 
     def __init__(self, context: Any, n_ubatch: int, parallel: int, min_probability: float) -> None:
         self._context, self._n_ubatch, self._min_probability = context, n_ubatch, min_probability

@@ -252,6 +252,7 @@ class PartlyRight:
     """Drafts the next tokens of the expected answer, up to `right` of them, and then others."""
 
     is_free = is_synchronized = True
+    is_joint = False
 
     def __init__(self, expected: Mapping[tuple[int, ...], list[int]]) -> None:
         self._expected = expected
@@ -305,6 +306,7 @@ class FixedDrafter:
     """Always drafts the same tokens."""
 
     is_free = is_synchronized = True
+    is_joint = False
 
     def __init__(self, *tokens: int) -> None:
         self.tokens = list(tokens)
@@ -336,6 +338,57 @@ async def test_untried_drafts_that_match_bring_drafting_back() -> None:
         steps += 1
     assert 0 < steps < 40
     assert guesses[0][0] == 7
+
+
+class SlowDrafter(FixedDrafter):
+    """Takes as long as two steps."""
+
+    is_free, is_joint = False, True
+
+    def __init__(self, clock: list[float], *tokens: int) -> None:
+        super().__init__(*tokens)
+        self.clock = clock
+
+    def draft(self, counts: Mapping[int, int]) -> Drafts:
+        self.clock[0] += 0.020
+        return super().draft(counts)
+
+
+async def test_what_drafting_takes_counts_for_the_step_that_tries_the_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the step before it drafts, as on a GPU: its own duration must not look longer."""
+    clock = [0.0]
+    monkeypatch.setattr(speculation.time, "perf_counter", lambda: clock[0])
+    speculator, jobs = await speculating()
+    speculator._drafter = SlowDrafter(clock, 7, 8, 9, 9)
+    speculator.measure(1, 0, 0.010)
+    for _ in range(60):
+        drafts = speculator.draft(jobs)
+        speculator.measure(1, 0, 0.010 + 0.020 * bool(drafts))  # it ended with the drafts of the next one
+        if drafts:
+            speculator.observe(0, len(drafts[0]), len(drafts[0]), 7)  # all are right
+            speculator.measure(1, len(drafts[0]), 0.011)
+    assert speculator._cost._step_s[1] == pytest.approx(0.010)
+    assert speculator._cost.per_row(1) > 0.4  # four rows take 31 ms where a step without them takes 10
+
+
+async def test_drafts_that_come_to_nothing_end_drafting() -> None:
+    speculator, jobs = await speculating()
+    speculator._drafter = SlowDrafter([0.0])
+    speculator.measure(1, 0, 0.010)
+    tries = 0
+    for _ in range(60):
+        assert speculator.draft(jobs) == {}
+        tries += not speculator.is_idle
+        speculator.observe(0, 0, 0, 7)
+    assert tries < 10
+
+
+async def test_streams_that_must_have_drafts_of_one_length_get_it() -> None:
+    speculator, jobs = await speculating(7, 8, 9, 9, measured=False)
+    speculator._drafter = SlowDrafter([0.0], 7, 8, 9, 9)
+    jobs[1] = LlamaCppJob(id_prompt([1, 2], max_tokens=50), asyncio.get_running_loop(), "main", 256, 2)
+    speculator.begin(1, jobs[1])
+    assert {len(draft) for draft in speculator.draft(jobs).values()} == {4}
 
 
 async def test_rejected_drafts_end_drafting() -> None:
