@@ -22,10 +22,10 @@ from msgspec.structs import replace
 
 from modelyard.accounts.admission import Admission
 from modelyard.accounts.file import AccountsFile, key_not_found, name_taken
-from modelyard.accounts.keys import Key, KeyRing, make_key, new_secret, secret_digest, secret_hint
+from modelyard.accounts.keys import LOGIN_S, Key, KeyLogin, KeyRing, make_key, new_secret, secret_digest, secret_hint
 from modelyard.accounts.settings import KeyRules, NewKey
 from modelyard.accounts.usage import Price, UsageCounts, UsageLedger, period
-from modelyard.core.errors import Conflict, KeyLimited, ModelyardError, Unavailable
+from modelyard.core.errors import Conflict, KeyLimited, ModelyardError, Unauthenticated, Unavailable
 from modelyard.core.events import Usage
 
 log = logging.getLogger("modelyard.accounts")
@@ -63,7 +63,7 @@ class Accounts:
         self._ended_holds: list[int] = []  # of budgets, to be freed with the next write
         self.ledger.set_keys(self.ring.keys, clock())
         if file is not None:
-            self._install(file.all_keys())
+            self._install(file.all_keys(), file.logins())
             self.ledger.read(file.usage_since(self.ledger.periods(clock())))
             file.close()  # from now on another thread uses it
             self.admission.shared = self
@@ -220,13 +220,31 @@ class Accounts:
     async def refresh(self) -> None:
         """Read the created keys again: another process may have changed them."""
         if self._file is not None:
-            self._install(await self._run(self._file.all_keys))
+            self._install(*await self._run(_keys_and_logins, self._file))
 
-    def _install(self, created: Iterable[Key]) -> None:
+    # --- browsers ---------------------------------------------------------------------------------------------------
+
+    async def log_in(self, secret: str) -> tuple[str, float]:
+        """A secret for the cookie of a browser that has sent this key, and until when it is valid. It is in the file,
+        so that a login outlives the server."""
+        if not self.ring.has_secret(secret):
+            raise Unauthenticated("log in with an API key", code="key_required")
+        made, until = new_secret(), self._clock() + LOGIN_S
+        await self._run(
+            self._opened_file().add_login, KeyLogin(secret_digest(made), secret_digest(secret), until), self._clock()
+        )
+        await self.refresh()
+        return made, until
+
+    async def log_out(self, secret: str) -> None:
+        await self._run(self._opened_file().remove_login, secret_digest(secret))
+        await self.refresh()
+
+    def _install(self, created: Iterable[Key], logins: Iterable[KeyLogin]) -> None:
         found = tuple(created)
         self._revoked = tuple(key for key in found if key.revoked is not None)
         before = self.ring.keys
-        self.ring.set_created(found)
+        self.ring.set_created(found, logins)
         self._compare(before)
 
     def _compare(self, before: Sequence[Key]) -> None:
@@ -270,12 +288,12 @@ class Accounts:
         periods = self.ledger.periods(now)
         ended, self._ended_holds = self._ended_holds, []
 
-        def exchange() -> tuple[list[Key], dict[str, tuple[int, UsageCounts]]]:
+        def exchange() -> tuple[tuple[list[Key], list[KeyLogin]], dict[str, tuple[int, UsageCounts]]]:
             file.add_usage(taken, self._process, ended, now)
-            return file.all_keys(), file.usage_since(periods)
+            return _keys_and_logins(file), file.usage_since(periods)
 
         try:
-            keys, spent = await self._run(exchange)
+            found, spent = await self._run(exchange)
         except ModelyardError as error:
             self.ledger.put_back(taken)
             self._ended_holds += ended
@@ -283,7 +301,7 @@ class Accounts:
             return
         self._is_unwritten = False
         self.ledger.wrote(taken)
-        self._install(keys)
+        self._install(*found)
         self.ledger.read(spent)
 
     def _report_unwritten(self, error: ModelyardError) -> None:
@@ -328,3 +346,7 @@ class Accounts:
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="accounts")
         return await asyncio.wrap_future(self._thread.submit(call, *args, **kwargs))
+
+
+def _keys_and_logins(file: AccountsFile) -> tuple[list[Key], list[KeyLogin]]:
+    return file.all_keys(), file.logins()

@@ -10,7 +10,7 @@ import sqlite3
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from modelyard.accounts.keys import Key, make_key
+from modelyard.accounts.keys import Key, KeyLogin, make_key
 from modelyard.accounts.settings import AccountSettings, KeyRules
 from modelyard.accounts.usage import UsageCounts, UsageKey
 from modelyard.core.errors import Conflict, NotFound
@@ -34,6 +34,12 @@ _HOLDS = """CREATE TABLE IF NOT EXISTS holds (
     process TEXT NOT NULL, id INTEGER NOT NULL, key TEXT NOT NULL, tokens INTEGER NOT NULL, cost REAL NOT NULL,
     seen REAL NOT NULL, PRIMARY KEY (process, id)
 ) WITHOUT ROWID"""
+# Browsers that have sent a key: KeyLogin. Files of earlier versions have no such table either.
+_LOGINS = "CREATE TABLE IF NOT EXISTS logins (digest BLOB PRIMARY KEY, key BLOB NOT NULL, until REAL NOT NULL)"
+_HAS_LOGINS = "SELECT 1 FROM sqlite_master WHERE name = 'logins'"
+_MAX_LOGINS = 50  # of a key: the oldest ones end
+_FORGET_LOGINS = """DELETE FROM logins WHERE until < ? OR key = ? AND digest NOT IN
+    (SELECT digest FROM logins WHERE key = ? ORDER BY until DESC LIMIT ?)"""
 _LOST_S = 30.0  # a process that is not seen for so long has died: what it held is free
 _KIND = DatabaseKind(0x4D594143, _SCHEMA, "the file of keys and usage", "accounts.path")
 _COUNTS = UsageCounts.__struct_fields__
@@ -82,6 +88,25 @@ class AccountsFile:
                 db.execute("INSERT INTO keys VALUES (?, ?, ?, ?, ?, ?, ?)", row)
             except sqlite3.IntegrityError:
                 raise name_taken(key.name) from None
+
+    def logins(self) -> list[KeyLogin]:
+        if self._database.is_absent:
+            return []
+        with self._database.opened() as db:
+            has_logins = db.execute(_HAS_LOGINS).fetchone() is not None
+            rows = db.execute("SELECT digest, key, until FROM logins").fetchall() if has_logins else []
+        return [KeyLogin(bytes(digest), bytes(key), until) for digest, key, until in rows]
+
+    def add_login(self, login: KeyLogin, now: float) -> None:
+        with self._database.transaction() as db:
+            db.execute(_LOGINS)
+            db.execute("INSERT INTO logins VALUES (?, ?, ?)", (login.digest, login.key, login.until))
+            db.execute(_FORGET_LOGINS, (now, login.key, login.key, _MAX_LOGINS))
+
+    def remove_login(self, digest: bytes) -> None:
+        with self._database.transaction() as db:
+            db.execute(_LOGINS)
+            db.execute("DELETE FROM logins WHERE digest = ?", (digest,))
 
     def update(self, id: str, rules: KeyRules) -> None:
         self._change(id, "UPDATE keys SET rules = ? WHERE id = ? AND revoked IS NULL", rules.model_dump_json())

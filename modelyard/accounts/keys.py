@@ -20,6 +20,7 @@ KeyState = Literal["active", "expired", "revoked"]
 
 _CONFIGURED = "config:"  # begins the id of a key of the configuration
 _PREFIX = "my-"  # of secrets: scanners for leaked keys can tell what it is
+LOGIN_S = 30 * 86400.0
 _HINT_CHARS = 4
 
 
@@ -55,6 +56,15 @@ class Key(Struct, frozen=True, kw_only=True):
 
     def rules(self) -> KeyRules:
         return KeyRules(**{name: getattr(self, name) for name in KeyRules.model_fields})
+
+
+class KeyLogin(Struct, frozen=True):
+    """A browser that has sent a key once: its cookie has a secret of its own. It ends with the key, also if the key's
+    secret is changed."""
+
+    digest: bytes  # of the cookie's secret
+    key: bytes  # the digest of the key's
+    until: float
 
 
 def make_key(
@@ -105,6 +115,7 @@ class KeyRing:
     def __init__(self, configured: Sequence[Key] = (), clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
         self._configured, self._created = tuple(configured), tuple[Key, ...]()
+        self._logins: tuple[KeyLogin, ...] = ()
         self._index()
 
     def __repr__(self) -> str:
@@ -115,9 +126,9 @@ class KeyRing:
         self._configured = tuple(keys)
         self._index()
 
-    def set_created(self, keys: Iterable[Key]) -> None:
+    def set_created(self, keys: Iterable[Key], logins: Iterable[KeyLogin] = ()) -> None:
         """All created keys; revoked ones are left out, and those whose name the configuration has taken."""
-        self._created = tuple(key for key in keys if key.revoked is None)
+        self._created, self._logins = tuple(key for key in keys if key.revoked is None), tuple(logins)
         self._index()
 
     def _index(self) -> None:
@@ -125,6 +136,7 @@ class KeyRing:
         self.keys = (*self._configured, *(key for key in self._created if key.name not in taken))
         self.by_name = {key.name: key for key in self.keys}
         self._by_digest = {key.digest: key for key in reversed(self.keys)}
+        self._by_login = {each.digest: each for each in self._logins}
 
     def match(self, found: Sequence[str]) -> Key | None:
         """The key of the first known one of these secrets. Raises if that one has expired.
@@ -133,12 +145,19 @@ class KeyRing:
         keyed anew in each process, and a client cannot choose the digest of what it sends.
         """
         for secret in found:
-            key = self._by_digest.get(secret_digest(secret))
+            digest = secret_digest(secret)
+            key = self._by_digest.get(digest)
+            if key is None and (login := self._by_login.get(digest)) is not None and self._clock() < login.until:
+                key = self._by_digest.get(login.key)
             if key is not None:
                 if key.expires is not None and self._clock() >= key.expires:
                     raise Unauthenticated(f"the API key {key.name!r} has expired: get a new one", code="key_expired")
                 return key
         return None
+
+    def has_secret(self, secret: str) -> bool:
+        """Whether it is that of a key, and not of a login."""
+        return secret_digest(secret) in self._by_digest
 
     def has_admin(self, *, without: str = "") -> bool:
         """Whether an active key other than the one with the id `without` is an admin key."""

@@ -13,6 +13,7 @@ from typing import Literal, get_args
 # Each may do what those before it may. "local": everyone on the machine of a loopback server without keys.
 Role = Literal["member", "local", "operator", "owner"]
 OWNER_HEADER = "x-modelyard-owner"
+USER_HEADER = "x-modelyard-user"  # beside the token: the page asks for this user of the machine, not for the owner
 _CODE_S = 3600.0
 _RANKS = {role: rank for rank, role in enumerate(get_args(Role))}
 

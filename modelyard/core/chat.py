@@ -61,6 +61,7 @@ class ChatSettings(Struct):
     stop: str = ""  # one stop string per line
     thinking: str = "default"
     tools: str = ""  # JSON
+    mcp: list[str] = []  # servers whose tools the gateway runs
 
 
 class ChatSummary(Struct, frozen=True):

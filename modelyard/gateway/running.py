@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import msgspec
 
 from modelyard.core.errors import ModelyardError
-from modelyard.core.pool import RequestSnapshot
+from modelyard.core.pool import ModelStatus, RequestSnapshot
 from modelyard.gateway.choices import MultiChoiceStream
 from modelyard.gateway.dedup import RequestDeduplicator
 from modelyard.gateway.output import TextOutput
@@ -50,6 +53,20 @@ class RunningRequests:
                     usage.prompt, usage.cached, usage.prompt, usage.output, caller.endpoint, tools
                 )
         return running
+
+    def progress(self, trace: str, status: Mapping[str, ModelStatus]) -> dict[str, Any]:
+        """What a request of this process does before its first output: it is queued, its model is loaded, or its prompt
+        is read."""
+        found = next((stream for stream in self._generations() if stream.prepared.caller.trace == trace), None)
+        if found is None:
+            return {}
+        if _first_choice(found).has_lease:
+            at = _running(found)
+            return {"state": "reading", "total": at.prompt, "cached": at.cached, "done": at.read} if at.prompt else {}
+        model = status.get(found.prepared.model.name)
+        if model is None or model.state == "ready":
+            return {"state": "queued", "waiting": 0 if model is None else model.waiting}
+        return {"state": "loading", "phase": model.phase, "progress": round(model.progress, 2)}
 
     def calling_tools(self) -> list[RequestSnapshot]:
         """The requests whose tools run now: the pool does not know them, because they hold no slot meanwhile."""

@@ -231,6 +231,10 @@ class ChoiceStream:
         self._first_output: float | None = None
         self._last_output = 0.0
 
+    @property
+    def has_lease(self) -> bool:
+        return self._lease is not None
+
     def __aiter__(self) -> Self:
         return self
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 
 from modelyard.accounts.keys import Key, KeyRing
-from modelyard.accounts.owner import OWNER_HEADER, OwnerProof, Role, includes
+from modelyard.accounts.owner import OWNER_HEADER, USER_HEADER, OwnerProof, Role, includes
 from modelyard.core.errors import Forbidden, InvalidRequest, Unauthenticated
 from modelyard.core.request import is_api_key
 from modelyard.http.request_context import GOOGLE_KEY, RequestContext
@@ -120,9 +120,11 @@ class Authenticator:
         context.allow_remote, context.forbid_remote = key.allow_remote is True, key.allow_remote is False
 
     def _identify(self, context: RequestContext, user: Callable[[], str]) -> None:
-        is_owner = OWNER_HEADER in context.headers and self._owner.is_proved(context.headers[OWNER_HEADER])
+        is_proved = OWNER_HEADER in context.headers and self._owner.is_proved(context.headers[OWNER_HEADER])
+        is_owner = is_proved and USER_HEADER not in context.headers
         if not self._keys.keys and self._is_loopback:
-            context.role, context.key = "local", "" if is_owner else user()
+            context.role = "local"
+            context.key = context.headers.get(USER_HEADER, "") if is_proved else user()
             context.allow_remote = context.headers.get("x-modelyard-allow-remote", "").lower() == "true"
         elif (key := self._keys.match(_secrets(context.headers))) is not None:
             self._use(context, key)

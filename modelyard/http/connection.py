@@ -89,7 +89,7 @@ async def _wait(receive: Receive, cancel: Callable[[], object]) -> None:
 LARGE_BYTES = 20_000  # of a body; less is handled within a few milliseconds, and no disconnect cancels it
 
 
-def ping_on_half_close(scope: Scope, ping: Callable[[], None]) -> Callable[[], object]:
+def ping_on_half_close(scope: Scope, ping: Callable[[], object]) -> Callable[[], object]:
     """Call `ping` to find out whether the client still reads. Call the returned function at the end of the stream."""
     client = ClientConnection.of(scope)
     pings = set[Callable[[], object]]() if client is None else client.on_half_close

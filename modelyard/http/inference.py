@@ -7,13 +7,14 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from copy import copy
+from typing import Any
 
 from msgspec import Struct
 from msgspec.structs import replace
 from starlette.types import Message, Receive, Scope, Send
 
 from modelyard.core.errors import ModelyardError, Unsupported
-from modelyard.core.events import Event, Failed, Finished, ReplyBuilder
+from modelyard.core.events import Event, Failed, Finished, ReplyBuilder, Started
 from modelyard.core.protocol import EventWriter, WireError, WireProtocol
 from modelyard.core.request import Request
 from modelyard.gateway.background_responses import BackgroundObserver
@@ -26,6 +27,7 @@ from modelyard.http.errors import as_modelyard_error, public_error
 from modelyard.http.request_context import RequestContext, read_body, send_error, send_json
 from modelyard.http.settings import HttpSettings
 from modelyard.protocols.common.dialects import DEFAULT_DIALECT
+from modelyard.protocols.common.json import encode
 from modelyard.protocols.common.sse import comment
 from modelyard.telemetry.request_capture import CaptureSink, RequestCapture
 
@@ -34,6 +36,10 @@ _STREAM_HEADERS = (
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # nginx would buffer the events
 )
+
+
+PROGRESS_HEADER = "x-modelyard-progress"  # of a request whose stream tells its progress before the first output
+_PROGRESS_S = 0.2
 
 
 class Exchange(Struct):
@@ -154,7 +160,11 @@ class InferenceEndpoint:
         writer = self._protocol.writer(request, context.trace)
         if hasattr(writer, "clock"):
             writer.clock = time.time
-        return EventStream(source, writer, write_error, exchange, self._pings, recorder).run()
+        stream = EventStream(source, writer, write_error, exchange, self._pings, recorder)
+        if context.headers.get(PROGRESS_HEADER) == "true":
+            leases, running = self._gateway.leases, self._gateway.running
+            stream.progress = lambda: running.progress(context.trace, leases.status())
+        return stream.run()
 
     async def _run_in_background(self, source: Stream, request: Request, exchange: Exchange) -> None:
         """Answer at once, or send the events as long as the client reads them."""
@@ -274,12 +284,16 @@ class EventStream:
         self._sending = False  # a send may wait for the client to read
         self.last_sent = time.monotonic()
         self._ping: asyncio.Task[None] | None = None
+        self.progress: Callable[[], dict[str, Any]] | None = None
 
     async def run(self) -> None:
         scope = self._exchange.scope
         stop_watching = cancel_on_disconnect(scope, self._exchange.receive, self._source.cancel)
         stop_pings = ping_on_half_close(scope, self.ping)
         self._pings.add(self)
+        reporting = None
+        if self.progress is not None and self._content_type == _EVENT_STREAM:
+            reporting = asyncio.get_running_loop().create_task(self._report(self.progress))
         write, recorder = self._writer.write, self._recorder
         try:
             async for choice, events in self._source:
@@ -293,6 +307,8 @@ class EventStream:
                         return
                 elif isinstance(last, Finished):
                     self._context.finished(last)
+                if reporting is not None and not isinstance(last, Started):
+                    reporting.cancel()
                 written = events if recorder is None else await recorder(events)
                 if self._ping is not None:  # before the events are written: each frame has a number
                     await self._finish_ping(self._ping)
@@ -311,6 +327,8 @@ class EventStream:
             await self._send(self._body(self._trailer() + self._writer.end(), last=True))
         finally:
             self._over = True
+            if reporting is not None:
+                reporting.cancel()
             self._pings.discard(self)
             stop_watching()
             stop_pings()
@@ -349,14 +367,25 @@ class EventStream:
             self._capture.response(data)
         return {"type": "http.response.body", "body": data, "more_body": not last}
 
-    def ping(self) -> None:
-        if not self._over and not self._sending and (self._ping is None or self._ping.done()):
-            self._ping = asyncio.get_running_loop().create_task(self._write_ping())
+    async def _report(self, progress: Callable[[], dict[str, Any]]) -> None:
+        """Comments, which clients skip: so every protocol has them."""
+        told: dict[str, Any] = {}
+        while not self._over:
+            await asyncio.sleep(_PROGRESS_S)
+            if (now := progress()) != told and now and self.ping(comment(f"{PROGRESS_HEADER}: {encode(now).decode()}")):
+                told = now
 
-    async def _write_ping(self) -> None:
+    def ping(self, data: bytes = b"") -> bool:
+        """Whether `data`, or what keeps a connection alive, is sent."""
+        if self._over or self._sending or not (self._ping is None or self._ping.done()):
+            return False
+        self._ping = asyncio.get_running_loop().create_task(self._write_ping(data))
+        return True
+
+    async def _write_ping(self, data: bytes) -> None:
         if not self._started:
             await self._start()
-        if data := self._writer.keepalive():
+        if data := data or self._writer.keepalive():
             self._sending = True
             await self._send(self._body(data))
             self._sending = False

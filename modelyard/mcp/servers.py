@@ -56,13 +56,16 @@ class McpServers:
             connection = self._configured[name] = self._connect(name, self.settings.servers[name])
         return connection
 
+    def names_by_request(self) -> list[str]:
+        return [name for name, its in self.settings.servers.items() if its.by_request]
+
     def find(self, server: ToolServer) -> McpConnection:
         """The server that a request names."""
         name, settings = self._configured_name(server), self.settings
         if name is None:
             return self._at_url(server)
         if name not in settings.servers or not settings.servers[name].by_request:
-            known = [name for name, its in settings.servers.items() if its.by_request]
+            known = self.names_by_request()
             raise NotFound(
                 f"there is no MCP server {name!r} here; those that requests may name: {', '.join(known) or 'none'}",
                 code="mcp_server_unknown",

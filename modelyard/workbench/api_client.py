@@ -10,11 +10,12 @@ from urllib.parse import quote
 import httpx
 import msgspec
 
-from modelyard.accounts.owner import OWNER_HEADER
+from modelyard.accounts.owner import OWNER_HEADER, USER_HEADER
 from modelyard.core.chat import Chat, ChatSummary
 from modelyard.core.errors import InvalidRequest, Unavailable
 from modelyard.core.protocol import WireProtocol
 from modelyard.core.request import Request
+from modelyard.http.inference import PROGRESS_HEADER
 from modelyard.protocols import openai_chat
 
 Json = dict[str, Any]
@@ -27,11 +28,13 @@ class ServerUnreachable(Unavailable):
 
 
 class ApiClient:
-    """`key` may change at any time; `owner` is the token of the server's user, on their pages. Every call raises a
-    ModelyardError if it fails. `socket` is a unix socket to use instead of `url`."""
+    """`key` may change at any time; `owner` is the token of the server's user, on their pages, `visitor` another user
+    of the machine with that token. Every call raises a ModelyardError if it fails. `socket` is a unix socket to use
+    instead of `url`."""
 
     def __init__(self, url: str, key: str = "", *, verify: bool = True, socket: str = "") -> None:
         self.url, self.key, self.owner = url.rstrip("/"), key, ""
+        self.visitor = "", ""
         self._base = "http://localhost" if socket else self.url
         transport = httpx.AsyncHTTPTransport(uds=socket) if socket else None
         timeout = httpx.Timeout(_REPLY_TIMEOUT_S, connect=_CONNECT_TIMEOUT_S)
@@ -55,10 +58,20 @@ class ApiClient:
     async def send(self, method: str, *path: str, body: Any = None, **query: Any) -> Json:
         return await self._send(method, "/v1/admin/" + "/".join(quote(part, safe="") for part in path), body, query)
 
-    async def role(self) -> str:
-        return str((await self.get("role"))["role"])
+    async def who(self) -> Json:
+        """Role, name of the key, and the MCP servers that requests may name."""
+        return await self.get("role")
 
     # --- requests -----------------------------------------------------------------------------------------------------
+
+    async def models(self) -> list[Json]:
+        """Those that the key may use; those that are loaded come first."""
+        rows: list[Json] = (await self._send("GET", "/v1/models"))["data"]
+        return sorted(rows, key=lambda row: row.get("state") != "ready")
+
+    async def default_sampling(self, model: str) -> Json:
+        settings = (await self._send("GET", "/props", query={"model": model})).get("default_generation_settings")
+        return dict(settings["params"]) if settings else {}
 
     async def prompt_prefix(self, model: str, prompt: str, tokens: int) -> str:
         """The text of the first `tokens` tokens of the prompt."""
@@ -71,8 +84,8 @@ class ApiClient:
         with self._translated_errors():
             # No read timeout: the server sends keep-alives, and silence means that it is busy.
             timeout = httpx.Timeout(None, connect=_CONNECT_TIMEOUT_S)
-            url = self._base + protocol.PATHS[0]
-            request = self._http.build_request("POST", url, content=body, headers=self._headers(), timeout=timeout)
+            url, headers = self._base + protocol.PATHS[0], {**self._headers(), PROGRESS_HEADER: "true"}
+            request = self._http.build_request("POST", url, content=body, headers=headers, timeout=timeout)
             reply = await self._http.send(request, stream=True)
             try:
                 if reply.status_code != 200:
@@ -86,8 +99,8 @@ class ApiClient:
         """The tokens of a request, and the window that they go into, if it is known."""
         body = msgspec.json.decode(openai_chat.write_request(request))
         counted = await self._send("POST", "/v1/chat/completions/input_tokens", body)
-        route = await self.get("route", model=request.model, endpoint=openai_chat.PATHS[0])
-        return int(counted["input_tokens"]), route["window"]
+        about = await self._send("GET", f"/v1/models/{quote(request.model, safe='')}")
+        return int(counted["input_tokens"]), about.get("context_length")
 
     # --- chats --------------------------------------------------------------------------------------------------------
 
@@ -108,7 +121,10 @@ class ApiClient:
 
     def _headers(self) -> dict[str, str]:
         headers = {"authorization": f"Bearer {self.key}"} if self.key else {}
-        return {**headers, OWNER_HEADER: self.owner} if self.owner else headers
+        if self.owner:
+            return {**headers, OWNER_HEADER: self.owner}
+        user, token = self.visitor
+        return {**headers, OWNER_HEADER: token, USER_HEADER: user} if user else headers
 
     async def _send(self, method: str, path: str, body: Any = None, query: Mapping[str, Any] | None = None) -> Json:
         with self._translated_errors():

@@ -22,17 +22,26 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from modelyard.accounts.keys import KeyRing
 from modelyard.accounts.owner import OwnerProof
-from modelyard.core.errors import InvalidRequest, TooLarge
+from modelyard.core.errors import InvalidRequest, TooLarge, Unauthenticated
 from modelyard.http.auth import Authenticator
 from modelyard.http.middleware import RequestMiddleware
+from modelyard.http.request_context import CONTEXT_KEY, RequestContext
 from modelyard.http.routes import OPEN, RouteTable
 from modelyard.http.server import loop_factory, make_server
 from modelyard.http.settings import HttpSettings
 from modelyard.processes.ports import listen
 from modelyard.telemetry.metrics import Metrics
-from modelyard.workbench.peer_proxy import CLIENT_HEADER, ServerAddress, UnixSocketServer, WorkbenchProxy
+from modelyard.workbench.peer_proxy import (
+    CLIENT_HEADER,
+    FORWARDED_USER,
+    ServerAddress,
+    UnixSocketServer,
+    WorkbenchProxy,
+)
 
 PREFIX = "/workbench"
+LOGIN = PREFIX + "/login"
+USER_KEY = "modelyard.user"  # in the scope
 _MAX_BODY_BYTES = 32 * 1024**2  # enough for an uploaded image
 # NiceGUI compiles its templates in the browser, so inline scripts and eval must be allowed; other origins are not.
 _CONTENT_SECURITY_POLICY = (
@@ -98,12 +107,40 @@ class WorkbenchApp:
         if self._owner is not None and is_link:
             await _open_as_owner(scope, self._owner)(scope, receive, send)
             return
+        if scope["type"] == "http" and scope["path"] == LOGIN and scope["method"] in ("POST", "DELETE"):
+            await (await self._log_in_or_out(scope))(scope, receive, send)
+            return
         app = await self._nicegui(scope)
         path = scope["path"] if scope["path"] != PREFIX else PREFIX + "/"
         # NiceGUI would take its prefix from these headers; no proxy in front of us knows it better.
         headers = [(name, value) for name, value in scope["headers"] if not name.startswith(b"x-forwarded-")]
-        scope = {**scope, "path": path, "headers": headers, "client": _visitor(scope)}
+        scope = {**scope, "path": path, "headers": headers, "client": _visitor(scope), USER_KEY: _user(scope)}
         await app(scope, receive, _with_security_headers(scope, send))
+
+    async def _log_in_or_out(self, scope: Scope) -> Response:
+        """Exchange a key for a cookie that no script can read and no other site sends, or end it. What the cookie has
+        is a secret of its own, of which the server keeps the hash: it outlives a restart, and ends with its key."""
+        from modelyard.workbench.api_client import ApiClient  # httpx is slow to import
+
+        request, address = Request(scope), replace(self._address(scope), socket=self._host_socket)
+        name = key_cookie(request.headers.get("host", ""))
+        key = request.headers.get("authorization", "").partition(" ")[2].strip() or request.cookies.get(name, "")
+        client = ApiClient(address.url, key, verify=address.verify, socket=address.socket)
+        is_login, reply = scope["method"] == "POST", Response(status_code=204, headers={"cache-control": "no-store"})
+        rules: dict[str, Any] = {"path": PREFIX, "httponly": True, "samesite": "strict"}
+        rules["secure"] = scope.get("scheme") == "https"
+        try:
+            made = await client.send("POST" if is_login else "DELETE", "login")
+        except Unauthenticated:
+            if is_login:
+                raise
+        finally:
+            await client.close()
+        if is_login:
+            reply.set_cookie(name, made["secret"], max_age=max(0, int(made["expires"] - time.time())), **rules)
+        else:
+            reply.delete_cookie(name, **rules)
+        return reply
 
     async def _nicegui(self, scope: Scope) -> ASGIApp:
         """Opened once, by the first visit. After a failure the next visit tries again."""
@@ -124,9 +161,13 @@ class WorkbenchApp:
         await self._resources.aclose()
 
 
-def cookie_name(host: str) -> str:
+def cookie_name(host: str, kind: str = "owner") -> str:
     """Browsers send a cookie to all ports of a host: two servers of a machine each need a name."""
-    return f"modelyard-owner-{host.rpartition(':')[2] if host[-1:].isdigit() else 'default'}"
+    return f"modelyard-{kind}-{host.rpartition(':')[2] if host[-1:].isdigit() else 'default'}"
+
+
+def key_cookie(host: str) -> str:
+    return cookie_name(host, "key")
 
 
 def _open_as_owner(scope: Scope, owner: OwnerProof) -> Response:
@@ -156,6 +197,13 @@ def _visitor(scope: Scope) -> tuple[str, int]:
         host, port = scope["client"]
         return host, port
     return dict(scope["headers"]).get(CLIENT_HEADER, b"").decode("latin-1"), 0
+
+
+def _user(scope: Scope) -> str:
+    """The user of this machine who opens the page of a server without keys."""
+    if scope.get("client") is not None:
+        return RequestContext.of(scope).key if CONTEXT_KEY in scope else ""
+    return str(dict(scope["headers"]).get(FORWARDED_USER, b""), "latin-1")
 
 
 def _check_body_size(scope: Scope) -> None:

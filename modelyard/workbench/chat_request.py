@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import base64
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
-from modelyard.core.chat import Chat
+from modelyard.core.chat import Chat, ChatSettings
 from modelyard.core.errors import InvalidRequest
+from modelyard.core.protocol import EventReader
 from modelyard.core.request import (
     Audio,
     Document,
@@ -22,7 +24,13 @@ from modelyard.core.request import (
     Sampling,
     Text,
     Tool,
+    ToolCall,
+    ToolResult,
 )
+from modelyard.http.errors import load_protocol
+from modelyard.http.inference import PROGRESS_HEADER
+from modelyard.protocols.openai_responses.client import ResponsesStreamReader
+from modelyard.workbench import formatting as fmt
 
 PROTOCOLS = {
     "openai_chat": "OpenAI Chat Completions",
@@ -33,6 +41,17 @@ THINKING_MODES = {"default": None, "on": True, "off": False}
 _MAX_SHOWN_CHARACTERS = 2000
 
 
+def wire_protocol(settings: ChatSettings) -> str:
+    """Chat Completions have no way to name a server of tools."""
+    return "openai_responses" if settings.mcp else settings.protocol
+
+
+def answer_reader(settings: ChatSettings) -> EventReader:
+    """With the calls that the server runs."""
+    name = wire_protocol(settings)
+    return ResponsesStreamReader(server_calls=True) if name == "openai_responses" else load_protocol(name).reader()
+
+
 def chat_request(chat: Chat, model: str, end: str | None = None, draft: tuple[Part, ...] = ()) -> Request:
     """The request for an answer to the turn `end`, by default the last one; `draft` is a message that follows it."""
     settings = chat.settings
@@ -40,8 +59,8 @@ def chat_request(chat: Chat, model: str, end: str | None = None, draft: tuple[Pa
     drafted = (Message("user", draft),) if draft else ()
     return Request(
         model=model,
-        messages=(*system, *chat.messages(end), *drafted),
-        tools=read_tools(settings.tools),
+        messages=(*system, *_messages(chat, end), *drafted),
+        tools=(*read_tools(settings.tools), *map(_server_tool, settings.mcp)),
         sampling=Sampling(
             temperature=settings.temperature, top_p=settings.top_p, top_k=settings.top_k, seed=settings.seed
         ),
@@ -51,6 +70,58 @@ def chat_request(chat: Chat, model: str, end: str | None = None, draft: tuple[Pa
         stream=True,
         include_usage=True,
     )
+
+
+def _server_tool(name: str) -> Tool:
+    return Tool("mcp", kind="server", type="mcp", parameters={"server_label": name, "require_approval": "never"})
+
+
+def _messages(chat: Chat, end: str | None) -> Iterator[Message]:
+    """Without the calls that the server ran, where the protocol has no item for them: the answer has what they gave."""
+    for message in chat.messages(end):
+        if wire_protocol(chat.settings) == "openai_responses" or message.role != "assistant":
+            yield message
+            continue
+        ran = {part.id for part in message.parts if isinstance(part, ToolCall) and part.server is not None}
+        kept = [part for part in message.parts if _call_of(part) not in ran]
+        yield replace(message, parts=tuple(kept) or (Text(""),))
+
+
+def _call_of(part: Part) -> str | None:
+    return part.id if isinstance(part, ToolCall) else part.call_id if isinstance(part, ToolResult) else None
+
+
+# --- how far it is ----------------------------------------------------------------------------------------------------
+
+_COMMENT = f": {PROGRESS_HEADER}: ".encode()
+
+
+class ProgressReader:
+    """Finds what a stream tells about its progress, in comments between its events."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[dict[str, Any]]:
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        found = [line.removeprefix(_COMMENT) for line in lines if line.startswith(_COMMENT)]
+        return [msgspec.json.decode(each) for each in found]
+
+
+def progress_text(progress: Mapping[str, Any]) -> tuple[str, float]:
+    """What to show, and the share that is done; 0 if nobody knows."""
+    match progress.get("state"):
+        case "queued":
+            others = int(progress.get("waiting") or 0) - 1
+            beside = f", with {fmt.plural(others, 'other request')}" if others > 0 else ""
+            return f"Waiting for a free slot{beside}", 0
+        case "loading":
+            share = float(progress.get("progress") or 0)
+            return f"Loading the model: {progress.get('phase') or 'waiting for memory'} · {fmt.percent(share)}", share
+        case "reading":
+            done, total = int(progress["done"]), int(progress["total"])
+            return f"Reading the prompt: {fmt.count(done)} of {fmt.count(total)} tokens", done / max(1, total)
+    return "Waiting", 0
 
 
 # --- files ------------------------------------------------------------------------------------------------------------

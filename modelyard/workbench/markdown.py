@@ -155,12 +155,17 @@ def formula(tex: str, *, display: bool) -> str:
         return source
 
 
+_PREVIEWED = ("html", "svg", "xhtml")
+
+
 def _code_block(_: Any, tokens: Sequence[Token], index: int, *__: Any) -> str:
     code, language = tokens[index].content, (tokens[index].info.split() or [""])[0]
     label = html.escape(language)
+    is_page = language.lower() in _PREVIEWED or code.lstrip()[:4].lower() == "<svg"
+    preview = '<button type="button" class="preview-code" aria-label="Preview">Preview</button>' if is_page else ""
     return (
         f'<div class="code"><div class="code-head"><span>{label}</span>'
-        '<button type="button" class="copy-code" aria-label="Copy the code">Copy</button></div>'
+        f'<span>{preview}<button type="button" class="copy-code" aria-label="Copy the code">Copy</button></span></div>'
         f'<pre class="mono"><code>{highlight(code, language)}</code></pre></div>'
     )
 

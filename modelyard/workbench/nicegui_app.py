@@ -14,32 +14,41 @@ from fastapi import FastAPI
 from nicegui import Client, app, core, ui
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from modelyard.accounts.owner import Role
 from modelyard.core.errors import Overloaded
-from modelyard.workbench.app import cookie_name
-from modelyard.workbench.components import BRAND_COLOURS, CSS, SCRIPT, show_notice
+from modelyard.workbench.app import USER_KEY, cookie_name, key_cookie
+from modelyard.workbench.components import BRAND_COLOURS, CSS, SCRIPT, page_heading, show_notice
 from modelyard.workbench.markdown import code_css
 from modelyard.workbench.pages import caches, chat, config_form, keys, logs, memory, models, plots, requests, routes
 from modelyard.workbench.peer_proxy import ServerAddress
 from modelyard.workbench.session import PageSession
 
-NAVIGATION = (  # path, title, icon
-    ("/", "Models", "view_in_ar"),
-    ("/chat", "Chat", "forum"),
-    ("/requests", "Requests", "list_alt"),
-    ("/memory", "Memory", "memory"),
-    ("/caches", "Caches", "layers"),
-    ("/plots", "Plots", "insights"),
-    ("/routes", "Routes", "alt_route"),
-    ("/keys", "Keys", "key"),
-    ("/logs", "Logs", "notes"),
+NAVIGATION: tuple[tuple[str, str, str, Role], ...] = (  # path, title, icon, and who sees it: the admin API decides
+    ("/", "Chat", "forum", "member"),
+    ("/models", "Models", "view_in_ar", "local"),
+    ("/requests", "Requests", "list_alt", "operator"),
+    ("/memory", "Memory", "memory", "local"),
+    ("/caches", "Caches", "layers", "local"),
+    ("/plots", "Plots", "insights", "local"),
+    ("/routes", "Routes", "alt_route", "local"),
+    ("/usage", "Usage", "data_usage", "member"),
+    ("/keys", "Keys", "key", "operator"),
+    ("/logs", "Logs", "notes", "operator"),
 )
 # Open pages and connections; NiceGUI forgets a disconnected page after a minute.
 _MAX_PAGES, _MAX_PAGES_PER_CLIENT = 200, 40
 _VISITOR = (
-    "You are a visitor: models can be used, loaded and unloaded. The configuration, keys, logs, requests and stored "
-    "chats are the owner's, who opens this page with the link that the server prints at its start, or that "
-    "`modelyard workbench` prints on its machine."
+    "You are a visitor: configuration, keys, logs and requests are the owner's, who opens this page with the link that "
+    "`modelyard workbench` prints on the server's machine."
 )
+_LOGIN = (
+    "This server needs a key: ask whoever runs it. This browser stays logged in for 30 days, until you log out or the "
+    "key is revoked."
+)
+_REFUSED: dict[Role, str] = {
+    "member": "This page is for administrators. Your key may chat, and see its own usage.",
+    "local": _VISITOR,
+}
 _THEME_ITEM = "modelyard-dark"  # in localStorage
 _THEME_ICONS = {"auto": "brightness_auto", "dark": "dark_mode", "light": "light_mode"}
 _THEME_VALUES = {"auto": None, "dark": True, "light": False}
@@ -103,9 +112,10 @@ def check_limit(addresses: Sequence[str], address: str) -> None:
 def _layout(address: ServerAddress) -> None:
     """The content is added once the browser has connected: only then is the tab's key known, and a request without a
     browser stays cheap."""
-    session = PageSession(address)
     request = ui.context.client.request
-    cookie = request.cookies.get(cookie_name(request.headers.get("host", "")), "")
+    host = request.headers.get("host", "")
+    session = PageSession(address, request.cookies.get(key_cookie(host), ""), request.scope.get(USER_KEY, ""))
+    cookie = request.cookies.get(cookie_name(host), "")
     if address.owner is not None and address.owner.has_cookie(cookie):
         session.client.owner = address.owner.token
     ui.context.client.on_delete(session.close)
@@ -113,53 +123,80 @@ def _layout(address: ServerAddress) -> None:
     ui.add_css(CSS)
     ui.add_css(code_css())
     ui.add_body_html(f"<script>{SCRIPT.read_text()}</script>")
-    theme = _header(session, _navigation())
+    navigation = ui.left_drawer(value=None, bordered=True).props("width=200 breakpoint=1100")
+    theme, account = _header(session, navigation)
     _connection_banner(session)
-    content = ui.column().classes("w-full gap-0 items-stretch")
+    content = ui.column().classes("w-full gap-0 items-stretch content")
 
     async def connected() -> None:
-        await session.restore_key()
+        await session.read_clock()
         await theme.restore()
         _key_dialog(session)
         await session.find_role()
         _track_visibility(session)
         _handle_table_clicks(session)
-        with content:
-            ui.sub_pages(_pages(session))
+        _show_navigation(session, navigation)
+        _show_account(session, account)
+        if not session.locked:
+            with content:
+                ui.sub_pages(_pages(session))
 
     ui.timer(0, connected, once=True)
 
 
 def _pages(session: PageSession) -> dict[str, Callable[..., None]]:
+    """All of them: one that the role does not have says so."""
+
+    def admin(role: Role, show: Callable[..., None]) -> Callable[..., None]:
+        return show if session.may(role) else lambda: page_heading("For administrators", _REFUSED[session.role])
+
     return {
-        "/": lambda: models.page(session),
+        "/": lambda model="": chat.page(session, model),
         "/chat": lambda model="": chat.page(session, model),
         "/chat/{id}": lambda id: chat.page(session, id=id),
-        "/requests": lambda: requests.page(session),
-        "/requests/{id}": lambda id: requests.detail_page(session, id),
-        "/memory": lambda: memory.page(session),
-        "/caches": lambda: caches.page(session),
-        "/plots": lambda: plots.page(session),
-        "/routes": lambda: routes.page(session),
-        "/keys": lambda: keys.page(session),
-        "/logs": lambda: logs.page(session),
-        "/models/edit": lambda name="": config_form.page(session, "models", name),
-        "/caches/edit": lambda name="": config_form.page(session, "caches", name),
-        "/routes/edit": lambda index="": config_form.page(session, "routes", index=index),
+        "/usage": lambda: keys.usage_page(session),
+        "/models": admin("local", lambda: models.page(session)),
+        "/requests": admin("operator", lambda: requests.page(session)),
+        "/requests/{id}": admin("operator", lambda id: requests.detail_page(session, id)),
+        "/memory": admin("local", lambda: memory.page(session)),
+        "/caches": admin("local", lambda: caches.page(session)),
+        "/plots": admin("local", lambda: plots.page(session)),
+        "/routes": admin("local", lambda: routes.page(session)),
+        "/keys": admin("operator", lambda: keys.page(session)),
+        "/logs": admin("operator", lambda: logs.page(session)),
+        "/models/edit": admin("local", lambda name="": config_form.page(session, "models", name)),
+        "/caches/edit": admin("local", lambda name="": config_form.page(session, "caches", name)),
+        "/routes/edit": admin("local", lambda index="": config_form.page(session, "routes", index=index)),
     }
 
 
 # --- header and navigation --------------------------------------------------------------------------------------------
 
 
-def _header(session: PageSession, drawer: ui.left_drawer) -> ThemeButton:
+def _header(session: PageSession, drawer: ui.left_drawer) -> tuple[ThemeButton, ui.element]:
     with ui.header().classes("items-center gap-3 px-4 py-2 no-wrap"):
         ui.button(icon="menu", on_click=drawer.toggle).props('flat round dense color=grey aria-label="Menu"')
         ui.label("Modelyard").classes("text-lg font-bold")
-        ui.label("workbench").classes("muted gt-xs")
         ui.space()
         ui.label(session.client.url.partition("://")[2]).classes("muted gt-xs")
-        return ThemeButton()
+        account = ui.element("div").classes("line no-wrap")
+        return ThemeButton(), account
+
+
+def _show_account(session: PageSession, box: ui.element) -> None:
+    """Who is logged in, and the way out. A server without keys knows no one."""
+    if session.locked or not session.client.key:
+        return
+
+    async def log_out() -> None:
+        await ui.run_javascript("return await modelyard.logout()", timeout=30)
+        ui.navigate.to("/")
+        ui.navigate.reload()
+
+    with box, ui.button(session.key_name, icon="account_circle").props("flat dense no-caps") as button:
+        button.classes("account muted").tooltip("Account")
+        with ui.menu():
+            ui.menu_item("Log out", log_out)
 
 
 class ThemeButton:
@@ -188,32 +225,31 @@ class ThemeButton:
         self._button.props(f"icon={_THEME_ICONS[theme]}")
 
 
-def _navigation() -> ui.left_drawer:
+def _show_navigation(session: PageSession, drawer: ui.left_drawer) -> None:
     links: dict[str, ui.link] = {}
-    with ui.left_drawer(value=None, bordered=True).props("width=216 breakpoint=820") as drawer:
-        drawer.classes("px-0 py-3 gap-0")
+    with drawer.classes("px-0 py-3 gap-0"):
         with ui.element("nav").props('aria-label="Pages"'):
-            for path, title, icon in NAVIGATION:
-                with ui.link(target=path).classes("nav") as links[path]:
-                    ui.icon(icon).classes("text-lg")
-                    ui.label(title)
+            for path, title, icon, role in NAVIGATION:
+                if session.may(role) and not (path == "/usage" and session.may("operator")):  # the page of keys has all
+                    with ui.link(target=path).classes("nav") as links[path]:
+                        ui.icon(icon).classes("text-lg")
+                        ui.label(title)
+        if session.role == "local":
+            ui.label(_VISITOR).classes("muted small visitor")
     router = ui.context.client.sub_pages_router
 
     def mark_active(path: str) -> None:
-        top = "/" + path.partition("?")[0].strip("/").partition("/")[0].removeprefix("models")
+        top = "/" + path.partition("?")[0].strip("/").partition("/")[0]
         for target, link in links.items():
-            link.classes(remove="active", add="active" if target == top else "")
+            link.classes(remove="active", add="active" if target == ("/" if top == "/chat" else top) else "")
 
     router.on_path_changed(mark_active)
     mark_active(router.current_path)
-    return drawer
 
 
 def _connection_banner(session: PageSession) -> None:
-    banner, visitor = (ui.label("").classes("banner").props("role=alert") for _ in range(2))
-    for each in (banner, visitor):
-        each.set_visibility(False)
-    session.on_role = lambda: show_notice(visitor, _VISITOR if session.is_visitor else "")
+    banner = ui.label("").classes("banner").props("role=alert")
+    banner.set_visibility(False)
     session.on_connection = lambda error: show_notice(banner, f"{error}. Trying again…" if error else "")
 
 
@@ -222,22 +258,20 @@ def _connection_banner(session: PageSession) -> None:
 
 def _key_dialog(session: PageSession) -> None:
     with ui.dialog().props("persistent") as dialog, ui.card().classes("card w-96"):
-        ui.label("This server requires a key").classes("name")
-        ui.label("Enter an operator's or an owner's API key. It is stored in this tab only.").classes("muted small")
-        field = ui.input("Admin key", password=True).props("outlined autofocus").classes("w-full")
-        reason = ui.label("").classes("error small text")
+        ui.label("Log in").classes("name").props("role=heading aria-level=1")
+        ui.label(_LOGIN).classes("muted small")
+        field = ui.input("API key", password=True).props("outlined autofocus").classes("w-full")
+        reason = ui.label("").classes("error small text").props("role=alert")
         reason.set_visibility(False)
 
         async def submit() -> None:
-            refused = await session.unlock(field.value or "")
+            refused = await session.unlock((field.value or "").strip())
             show_notice(reason, refused)
             if not refused:
-                field.value = ""
-                dialog.close()
-                await ui.context.client.sub_pages_router.refresh()
+                ui.navigate.reload()
 
         field.on("keydown.enter", submit)
-        ui.button("Unlock", on_click=submit).props("unelevated no-caps").classes("self-end")
+        ui.button("Log in", on_click=submit).props("unelevated no-caps").classes("self-end")
 
     def ask(refused: str) -> None:
         show_notice(reason, refused)

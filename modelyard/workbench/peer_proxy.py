@@ -20,13 +20,15 @@ from uvicorn.server import ServerState
 
 from modelyard.accounts.owner import OwnerProof
 from modelyard.core.errors import Unavailable
+from modelyard.http.request_context import CONTEXT_KEY
 from modelyard.processes.supervisor import FOLDER_VARIABLE, INDEX_VARIABLE
 
 _SOCKET_NAME = "workbench"
 _TIMEOUT_S = 60.0  # a poll waits up to a third of this for news
 _CLOSE_TIMEOUT_S = 2.0
 _KEEP_ALIVE_S = 75  # longer than clients keep idle connections: if the server closed first, a request would fail
-CLIENT_HEADER = b"x-modelyard-client"  # the visitor's address, on the way to the host process
+# The visitor's address and user, on the way to the host process, whose unix socket has neither.
+CLIENT_HEADER, FORWARDED_USER = b"x-modelyard-client", b"x-modelyard-visitor"
 _HOP_HEADERS = frozenset({b"connection", b"transfer-encoding", b"keep-alive", b"content-length"})
 
 
@@ -109,8 +111,10 @@ class WorkbenchProxy:
         query = scope["query_string"].decode("latin-1")
         url = scope["path"] + (f"?{query}" if query else "")
         body = _read_body(receive) if scope["method"] not in ("GET", "HEAD") else None
-        headers = [(name, value) for name, value in scope["headers"] if name != CLIENT_HEADER]
+        headers = [each for each in scope["headers"] if each[0] not in (CLIENT_HEADER, FORWARDED_USER)]
         headers.append((CLIENT_HEADER, (scope.get("client") or ("",))[0].encode("latin-1")))
+        user = scope[CONTEXT_KEY].key if CONTEXT_KEY in scope else ""
+        headers.append((FORWARDED_USER, user.encode("latin-1", "replace")))
         request = self._client.build_request(scope["method"], url, headers=headers, content=body)
         try:
             reply = await self._client.send(request, stream=True)

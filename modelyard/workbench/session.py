@@ -9,28 +9,33 @@ from typing import Any
 
 from nicegui import ui
 
+from modelyard.accounts.owner import Role, includes
 from modelyard.core.chat import Chat
-from modelyard.core.errors import Forbidden, ModelyardError, Unauthenticated
+from modelyard.core.errors import ModelyardError, Unauthenticated
 from modelyard.workbench.api_client import ApiClient, ServerUnreachable
 from modelyard.workbench.peer_proxy import ServerAddress
 
-_KEY_ITEM = "modelyard-key"  # in sessionStorage: it is deleted with the tab and never sent automatically
-
 
 class PageSession:
-    """`on_connection` gets "" if the server answers, else the reason. `on_locked` is called if a key is needed, with
-    the reason why the present key is refused, `on_role` when it is known what the page may do."""
+    """Of a page whose browser has this `key` (a login's), or that is opened by this `user` of a server without keys.
+    `on_connection` gets "" if the server answers, else the reason. `on_locked` is called if a key is needed, with the
+    reason why the present one is refused."""
 
-    def __init__(self, address: ServerAddress) -> None:
-        self.client = ApiClient(address.url, verify=address.verify, socket=address.socket)
+    def __init__(self, address: ServerAddress, key: str = "", user: str = "") -> None:
+        self.client = ApiClient(address.url, key, verify=address.verify, socket=address.socket)
+        if address.owner is not None:
+            self.client.visitor = user, address.owner.token
+        self.keeps_chats = not user or address.owner is not None  # else they would be those of the page's server
+        self.role: Role = "member"
+        self.key_name = ""
+        self.mcp_servers: list[str] = []  # that requests may name
         self.chat = Chat()
         self.saving: list[asyncio.Task[None]] = []
         self._store_lock = asyncio.Lock()
-        self.hidden = self.locked = self.is_visitor = False  # a visitor: neither a key nor the link of the owner
+        self.hidden = self.locked = False
         self.utc_offset_s = 0.0  # of the browser's clock
         self.on_connection: Callable[[str], None] = lambda _: None
         self.on_locked: Callable[[str], None] = lambda _: None
-        self.on_role: Callable[[], None] = lambda: None
         self._connection_error = ""
 
     def poll(self, interval_s: float, update: Callable[[], Awaitable[None]]) -> None:
@@ -64,7 +69,7 @@ class PageSession:
             ui.notify(error.message, type="negative", multi_line=True, close_button="Close")
 
     def _handle(self, error: ModelyardError) -> None:
-        if isinstance(error, Unauthenticated) or (isinstance(error, Forbidden) and error.code == "admin_key_required"):
+        if isinstance(error, Unauthenticated):
             self.locked = True
             self.on_locked(error.message if self.client.key else "")
         elif isinstance(error, ServerUnreachable):
@@ -77,32 +82,29 @@ class PageSession:
 
     async def find_role(self) -> None:
         try:
-            self.is_visitor = await self.client.role() == "local"
-            self.on_role()
+            who = await self.client.who()
         except ModelyardError as error:
             self._handle(error)
+            return
+        self.role, self.key_name, self.mcp_servers = who["role"], str(who["key"]), who["mcp_servers"]
+
+    def may(self, role: Role) -> bool:
+        return not self.locked and includes(self.role, role)
 
     # --- the key ------------------------------------------------------------------------------------------------------
 
-    async def restore_key(self) -> None:
-        """Use the key that was entered in this tab before it was reloaded, and read the browser's clock."""
-        script = f"return [sessionStorage.getItem('{_KEY_ITEM}'), -60 * new Date().getTimezoneOffset()]"
-        key, self.utc_offset_s = await ui.run_javascript(script, timeout=10)
-        self.client.key = str(key or "")
+    async def read_clock(self) -> None:
+        self.utc_offset_s = await ui.run_javascript("return -60 * new Date().getTimezoneOffset()", timeout=10)
 
     async def unlock(self, key: str) -> str:
-        """Try the key. Returns why it is refused, or ""."""
-        self.client.key = key
-        try:
-            await self.client.rows("models")
-        except ModelyardError as error:
-            return error.message
-        self.locked = False
-        await self.find_role()
+        """Log this browser in. Returns why the key is refused, or ""."""
         # JSON is a JavaScript string; "<" is escaped because it could end the script element.
         value = json.dumps(key).replace("<", "\\u003c")
-        ui.run_javascript(f"sessionStorage.setItem('{_KEY_ITEM}', {value})")
-        return ""
+        refused = str(await ui.run_javascript(f"return await modelyard.login({value})", timeout=30))
+        if not refused:
+            self.client.key, self.locked = key, False
+            await self.find_role()
+        return refused
 
     # --- the chat -----------------------------------------------------------------------------------------------------
 

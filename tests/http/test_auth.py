@@ -137,6 +137,17 @@ def test_the_token_makes_the_owner_with_and_without_keys(keys: Any, host: str) -
         assert other.role != "owner"
 
 
+def test_a_page_acts_for_its_visitor_only_with_the_token() -> None:
+    """The workbench asks for another user of the machine: with that user's scope, and without the owner's rights."""
+    owner = OwnerProof()
+    for token, key in ((owner.token, "uid:1001"), ("wrong", "")):
+        context = make_context(x_modelyard_owner=token, x_modelyard_user="uid:1001")
+        Authenticator(HttpSettings(), KeyRing(), owner).admit(context)
+        assert (context.role, context.key) == ("local", key)
+    with pytest.raises(Unauthenticated):
+        Authenticator(HttpSettings(), KeyRing(KEYS), owner).admit(context)
+
+
 def test_a_key_beside_the_token_says_whose_the_request_is() -> None:
     owner = OwnerProof()
     context = make_context(x_modelyard_owner=owner.token, x_api_key="plain-secret")

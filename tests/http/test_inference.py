@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+import re
 import socket
 import time
 from collections.abc import Iterator
@@ -17,7 +19,7 @@ from modelyard.core.errors import Internal
 from modelyard.core.events import Event, Failed
 from modelyard.core.request import Message, Request, Text
 from modelyard.http import inference
-from modelyard.http.inference import EventStream, Exchange, PingTimer
+from modelyard.http.inference import PROGRESS_HEADER, EventStream, Exchange, PingTimer
 from modelyard.http.middleware import RequestMiddleware
 from modelyard.http.request_context import RequestContext
 from modelyard.protocols import openai_chat
@@ -232,3 +234,34 @@ async def test_parameters_that_the_engine_ignores_are_reported_in_a_header_and_a
     assert whole.headers["x-modelyard-ignored"] == "temperature, top_p"
     assert streamed.headers["x-modelyard-ignored"] == "top_p"
     assert 'request_warnings_total{kind="parameter_ignored"} 2.0' in metrics
+
+
+# --- progress ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
+def test_a_stream_tells_of_queue_and_prompt_in_comments_if_it_is_asked(path: str) -> None:
+    """Whatever the protocol: a client of any of them skips comments."""
+    script = [
+        {"when": "first", "steps": [{"delay": 0.8}]},
+        {"steps": [{"prefill": 0.8, "progress": 8}, {"text": "ok"}]},
+    ]
+    config = demo_config(script, parallel=1)
+    del config["caches"], config["routes"]
+    messages = [{"role": "user", "content": "Hi"}]
+    asked = {"input": "Hi"} if path == "/v1/responses" else {"max_tokens": 9, "messages": messages}
+    body = {"model": "demo", "stream": True, **asked}
+    with live_server(config) as running, httpx.Client(base_url=running.url) as client:
+        first = {"model": "demo", "stream": True, "messages": [{"role": "user", "content": "first"}]}
+        with client.stream("POST", "/v1/chat/completions", json=first):
+            wait_for_running(running, 1)
+            with client.stream("POST", path, json=body, headers={PROGRESS_HEADER: "true"}) as reply:
+                text = "".join(reply.iter_text())
+        told = re.findall(rf"^: {PROGRESS_HEADER}: (.+)$", text, re.MULTILINE)
+        states = [json.loads(one) for one in told]
+        assert states[0] == {"state": "queued", "waiting": 1}
+        assert states[-1]["state"] == "reading"
+        assert 0 < states[-1]["done"] <= states[-1]["total"]
+        assert text.rindex(PROGRESS_HEADER) < text.index('"ok"')
+        plain = client.post(path, json=body).text
+    assert PROGRESS_HEADER not in plain

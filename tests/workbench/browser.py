@@ -22,7 +22,13 @@ from tests.cli_process import ServerProcess
 
 ROOT = Path(__file__).parents[2]
 OWNER = {"authorization": "Bearer the-owner"}
-KEY_ITEM = "sessionStorage['modelyard-key']"
+WIDTHS = (1440, 1024, 390)
+_HEIGHTS = {1440: 900, 1024: 768, 390: 844}
+_LOG_IN = """
+const [key, done] = arguments;
+const headers = {authorization: 'Bearer ' + key};
+fetch('/workbench/login', {method: 'POST', headers}).then(reply => done(reply.status));
+"""
 MESSAGE = "textarea[aria-label=Message]"
 TIMEOUT_S = 120  # for a busy machine
 _FLAGS = (
@@ -39,10 +45,17 @@ _FLAGS = (
     "--disable-breakpad",
     "--disable-features=Translate,OptimizationHints,MediaRouter,InterestFeedContentSuggestions",
     "--mute-audio",
+    "--use-fake-device-for-media-stream",
+    "--use-fake-ui-for-media-stream",
     "--force-prefers-reduced-motion",
     "--window-size=1440,1000",
 )
 _POLL_S = 0.05
+_IN_VIEW = """
+const found = [...document.querySelectorAll(arguments[0])].find(each => each.checkVisibility());
+const box = found.getBoundingClientRect();
+return box.top >= 0 && box.left >= 0 && box.bottom <= innerHeight + 1 && box.right <= innerWidth + 1;
+"""
 # The visible elements that contain a text, and these texts, in one step: a command for each element would be slow.
 _VISIBLE = """
 const read = (each) => (each.innerText ?? each.textContent).replaceAll('\\u00a0', ' ').trim();
@@ -77,6 +90,7 @@ class BrowserPage:
     def __init__(self, driver: webdriver.Chrome, url: str) -> None:
         self.driver, self.url = driver, url
         self.token = ""  # of the server, if the browser has its owner's cookie
+        self.key = ""  # with which the browser is logged in
 
     def open_as_owner(self, server: ServerProcess) -> None:
         """With the link that the server has printed at its start."""
@@ -86,6 +100,25 @@ class BrowserPage:
 
     def open(self, path: str) -> None:
         self.driver.get(f"{self.url}/workbench{path}")
+
+    def resize(self, width: int) -> None:
+        size = {"width": width, "height": _HEIGHTS[width], "deviceScaleFactor": 1, "mobile": width < 600}
+        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+
+    def log_in(self, key: str) -> None:
+        assert self.driver.execute_async_script(_LOG_IN, key) == 204
+        self.key = key
+
+    def log_out(self) -> None:
+        """Forget all cookies of the server."""
+        self.open("/routes")
+        self.driver.delete_all_cookies()
+        self.token = self.key = ""
+
+    def is_in_view(self, css: str) -> bool:
+        """Whether the whole element can be seen without scrolling."""
+        self.find(css)
+        return bool(self.driver.execute_script(_IN_VIEW, css))
 
     def wait_until(self, condition: Callable[[], Any], description: str) -> Any:
         """Retries if an element was replaced while the condition looked at it."""
@@ -159,11 +192,11 @@ class BrowserPage:
         self.click(".q-menu .q-item", f"{name}: ")
         self.wait_gone(".q-menu")
 
-    def attach(self, file: Path) -> None:
+    def attach(self, file: Path, uploader: str = ".chat-foot .q-uploader") -> None:
         """Quasar replaces the input, which is hidden, after each file."""
 
         def attached() -> bool:
-            self.driver.find_element(By.CSS_SELECTOR, "input[type=file]").send_keys(str(file))
+            self.driver.find_element(By.CSS_SELECTOR, f"{uploader} input[type=file]").send_keys(str(file))
             return True
 
         self.wait_until(attached, f"attaching {file.name}")
@@ -179,6 +212,13 @@ def choose(page: BrowserPage, model: str) -> None:
     """A new chat with this model."""
     page.open(f"/chat?model={model}")
     page.find(".model .q-chip", model)
+
+
+def open_settings(page: BrowserPage) -> None:
+    """Of the chat: they are folded away."""
+    if not page.find_all(".chat-side"):
+        page.click("button[aria-label=Settings]")
+    page.find(".chat-side")
 
 
 def send(page: BrowserPage, text: str) -> None:

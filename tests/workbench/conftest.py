@@ -3,6 +3,8 @@ run at the same time."""
 
 from __future__ import annotations
 
+import json
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -15,7 +17,8 @@ import pytest
 from modelyard.accounts.owner import OWNER_HEADER, OwnerProof
 from modelyard.library import default_model
 from tests.cli_process import ServerProcess, serve
-from tests.workbench.browser import KEY_ITEM, OWNER, BrowserPage, chrome
+from tests.mcp import tool_server
+from tests.workbench.browser import OWNER, BrowserPage, chrome
 
 CONFIG = """
 [log]
@@ -41,6 +44,10 @@ backend = "fake"
 token_delay = 0.01
 modalities = ["text", "image", "audio"]
 script = [
+    { result = "^42$", steps = [{ text = "The sum is 42." }] },
+    { when = "^add", steps = [{ call = { name = "add", arguments = { a = 40, b = 2 } } }] },
+    { when = "^page", steps = [{ text = "HTML" }] },
+    { when = "^slowly", steps = [{ prefill = 3.0, progress = 60 }, { text = "Read." }] },
     { when = "endless", steps = [{ tokens = 100000 }] },
     { result = "sunny", steps = [{ text = "Take a hat." }] },
     { when = "^tool", steps = [{ call = { name = "weather", arguments = { city = "Rome" } } }] },
@@ -55,6 +62,10 @@ script = [
     { when = "^long", steps = [{ text = "PARAGRAPHS" }] },
     { when = "^fail", steps = [{ text = "so far" }, { fail = "out of memory" }] },
 ]
+
+[mcp.servers.sums]
+command = "PYTHON"
+args = ["TOOLS"]
 
 [[routes]]
 match = "claude-*"
@@ -75,7 +86,17 @@ n_threads = 1
 backend = "llama_cpp"
 path = "/no/such/file.gguf"
 enabled = false
-""".replace("PARAGRAPHS", r"word\n\n" * 60)  # more than a page shows
+"""
+HTML = """```html
+<h1>Hi</h1><img src="/v1/models"><script>
+document.title = "ran"; document.body.append("ran"); fetch("/v1/models").catch(() => document.body.append(" alone"));
+try { parent.document.title = "hacked"; parent.hacked = 1 } catch { document.body.append(" apart") }
+</script>
+```"""
+CONFIG = CONFIG.replace("PARAGRAPHS", r"word\n\n" * 60)  # more than a page shows
+CONFIG = (
+    CONFIG.replace('"HTML"', json.dumps(HTML)).replace("PYTHON", sys.executable).replace("TOOLS", tool_server.__file__)
+)
 
 
 class RestartableServer:
@@ -137,12 +158,13 @@ def locked(server: RestartableServer) -> Iterator[BrowserPage]:
 
 @pytest.fixture
 def page(locked: BrowserPage, server: RestartableServer) -> Iterator[BrowserPage]:
-    """A page of the owner, whose tab has a key besides."""
+    """A page of the owner, whose browser has a key besides."""
     if locked.token != server.token:
         locked.driver.get(server.link)
         locked.token = server.token
-    if not (locked.driver.current_url.startswith(server.url) and locked.run(f"return {KEY_ITEM}") == "the-owner"):
+    if not locked.driver.current_url.startswith(server.url):
         locked.open("/routes")
-        locked.run(f"{KEY_ITEM} = 'the-owner'")
+    if locked.key != "the-owner":
+        locked.log_in("the-owner")
     yield locked
     locked.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})

@@ -208,7 +208,7 @@ def test_the_link_that_the_server_prints_opens_the_workbench_as_owner_once(tmp_p
         assert "modelyard workbench" in httpx.get(link).text
         shown = httpx.get(f"{running.url}/v1/admin/logs", headers=running.owner).text
         assert ("the workbench is at" in shown, "code=" in shown) == (True, False)
-        assert httpx.get(f"{running.url}/v1/admin/keys", cookies=opened.cookies).status_code == 403, "for pages only"
+        assert httpx.get(f"{running.url}/v1/admin/logs", cookies=opened.cookies).status_code == 403, "for pages only"
         again = run("workbench", "--url", running.url, cwd=tmp_path)
         assert httpx.get(link_of(again.stdout)).status_code == 303
 

@@ -9,7 +9,7 @@ import pytest
 from selenium.webdriver.common.keys import Keys
 
 from tests.prompt.test_pdf_pages import pdf
-from tests.workbench.browser import MESSAGE, BrowserPage, choose, send
+from tests.workbench.browser import MESSAGE, WIDTHS, BrowserPage, choose, open_settings, send
 from tests.workbench.conftest import RestartableServer
 
 pytestmark = pytest.mark.browser
@@ -32,6 +32,7 @@ IN_VIEW = (
 def test_tokens_of_a_real_model_are_streamed(page: BrowserPage, server: RestartableServer) -> None:
     server.api("POST", "/v1/admin/models/smollm2/load")
     choose(page, "smollm2")
+    open_settings(page)
     page.type("input[aria-label='Max tokens']", "64", Keys.TAB)
     page.run(
         "window.lengths = new Set();"
@@ -88,6 +89,7 @@ def test_leaving_the_page_cancels_the_request_and_keeps_what_was_said(
 def test_reasoning_is_shown_separately_in_every_protocol(page: BrowserPage) -> None:
     for protocol in ("OpenAI Chat Completions", "OpenAI Responses", "Anthropic Messages"):
         choose(page, "demo")
+        open_settings(page)
         page.click(".protocol")
         page.click(".q-menu .q-item", protocol)
         page.wait_gone(".q-menu")
@@ -111,6 +113,7 @@ def test_an_image_is_sent_with_the_next_message(page: BrowserPage, tmp_path: Pat
     page.find(".attachment .q-img")
     send(page, "think")
     page.find(".turn.user .q-img")
+    open_settings(page)
     page.click(".q-tab", "Request")
     page.find(".code-block", "data:image/png;base64")
     page.find(".turn.assistant", "tok/s")
@@ -137,6 +140,7 @@ def test_sound_and_pdf_are_sent_where_the_model_takes_them(page: BrowserPage, tm
     page.find(".attachment audio")
     send(page, "think")
     page.find(".turn.user audio")
+    open_settings(page)
     page.click(".q-tab", "Request")
     page.find(".code-block", "input_audio")
     page.find(".turn.assistant", "tok/s")
@@ -159,7 +163,8 @@ def test_pasted_and_dropped_files_are_attached(page: BrowserPage) -> None:
 
 def test_a_tool_call_is_a_card_whose_result_is_sent_to_the_model(page: BrowserPage) -> None:
     choose(page, "demo")
-    page.click(".chat-side .q-expansion-item", "Tools")
+    open_settings(page)
+    page.click(".chat-side .q-expansion-item", "Tools of your own")
     page.type(".chat-side textarea[aria-label=JSON]", '[{"name": "weather", "parameters": {}}]')
     send(page, "tool")
     page.find(".call", "weather")
@@ -298,3 +303,123 @@ def test_the_window_fills_while_a_message_is_typed(page: BrowserPage) -> None:
     before = page.text(".context-meter", "tokens")
     page.type(MESSAGE, "many more words in this message")
     page.wait_until(lambda: page.text(".context-meter", "tokens") != before, "the count changes")
+
+
+# --- at every width ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_what_a_chat_needs_is_in_view_and_the_rest_is_folded_away(page: BrowserPage, width: int) -> None:
+    page.resize(width)
+    choose(page, "demo")
+    for css in (MESSAGE, ".model", "button[aria-label=Chats]", "button[aria-label=Settings]", ".composer"):
+        assert page.is_in_view(css), css
+    send(page, "long text")
+    page.find(".turn.assistant", "tok/s")
+    assert page.is_in_view(MESSAGE)
+    assert page.run("return document.documentElement.scrollHeight <= innerHeight")
+    assert page.run("return document.querySelector('.messages').clientWidth") >= min(width, 960) - 10
+    assert bool(page.find_all(".chat-list")) == (width == 1440)
+    assert not page.find_all(".chat-side")
+    open_settings(page)
+    assert page.find("input[aria-label=Temperature]").get_attribute("placeholder") == "0.7"
+    assert page.find("input[aria-label=Seed]").get_attribute("placeholder") == "random"
+    assert page.is_in_view(".chat-side .q-tab")
+    page.click("button[aria-label=Settings]")
+    page.wait_gone(".chat-side")
+    if width < 1440:
+        page.click("button[aria-label=Chats]")
+    page.find(".chat-list .row.current", "long text")
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_message_that_waits_shows_how_much_of_the_prompt_is_read(page: BrowserPage, width: int) -> None:
+    page.resize(width)
+    choose(page, "demo")
+    send(page, "slowly please")
+    page.find(".waiting", "Reading the prompt: ")
+    share = "return +document.querySelector('.waiting [role=progressbar]').getAttribute('aria-valuenow')"
+    page.wait_until(lambda: 0 < page.run(share) < 1, "the bar moves")
+    page.find(".answer", "Read.")
+    page.wait_gone(".waiting")
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_tools_of_a_ticked_server_run_without_the_user(
+    page: BrowserPage, server: RestartableServer, width: int
+) -> None:
+    page.resize(width)
+    choose(page, "demo")
+    open_settings(page)
+    page.click(".servers .q-checkbox", "sums")
+    page.click("button[aria-label=Settings]")
+    send(page, f"add the numbers at {width}")
+    page.find(".answer", "The sum is 42.")
+    card = page.text(".call", "add")
+    assert "by the server sums" in card
+    assert "42" in card.split("RESULT")[-1]
+    assert not page.find_all("textarea[aria-label='Result of add']")
+    page.driver.refresh()
+    page.find(".call", "add")  # as it is stored
+    send(page, "think again")
+    page.find(".answer", "Forty-two.")
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_html_is_shown_in_a_frame_that_reaches_nothing(page: BrowserPage, width: int) -> None:
+    page.resize(width)
+    choose(page, "demo")
+    send(page, "page please")
+    page.find(".turn.assistant", "tok/s")
+    page.click(".preview-code", "Preview")
+    frame = page.find(".code iframe")
+    assert frame.get_attribute("sandbox") == "allow-scripts"
+    page.driver.switch_to.frame(frame)
+    page.find("h1", "Hi")
+    page.find("body", "apart")
+    page.find("body", "alone")
+    page.driver.switch_to.default_content()
+    assert page.run("return window.hacked") is None
+    assert page.driver.title == "Chat · Modelyard"
+    page.click(".preview-code", "Code")
+    page.find(".code pre", "document.title")
+    page.errors()  # the policy of the frame is reported as one
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_message_is_spoken_where_the_model_hears(page: BrowserPage, width: int) -> None:
+    page.resize(width)
+    choose(page, "second")
+    page.type(MESSAGE, "Hi")
+    page.find(".context-meter", "tokens")
+    assert not page.find_all("button[aria-label=Speak]")
+    choose(page, "demo")
+    page.click("button[aria-label=Speak]")
+    page.find(".speak.recording")
+    page.wait_until(lambda: page.run("return modelyard.recorder?.state") == "recording", "it records")
+    page.click("button[aria-label=Speak]")
+    page.find(".attachment audio")
+    send(page, "think")
+    page.find(".turn.user audio")
+    page.find(".turn.assistant", "tok/s")
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_chat_is_shared_as_a_file(page: BrowserPage, tmp_path: Path, width: int) -> None:
+    page.resize(width)
+    choose(page, "demo")
+    send(page, f"think of sharing at {width}")
+    page.find(".turn.assistant", "tok/s")
+    page.driver.execute_cdp_cmd("Page.setDownloadBehavior", {"behavior": "allow", "downloadPath": str(tmp_path)})
+    if width < 1440:
+        page.click("button[aria-label=Chats]")
+    page.click(".row.current button[aria-label=More]")
+    page.click(".q-menu .q-item", "Export as a file to share")
+    exported = tmp_path / f"think-of-sharing-at-{width}.json"
+    page.wait_until(exported.exists, "the download")
+    (tmp_path / "other.json").write_text("[1, 2]")
+    page.attach(tmp_path / "other.json", ".chat-file")
+    page.find(".q-notification", "other.json is no chat")
+    page.attach(exported, ".chat-file")
+    page.wait_until(lambda: len(page.find_all(".chat-list .row", f"sharing at {width}")) == 2, "a chat of its own")
+    page.find(".answer", "Forty-two.")

@@ -21,7 +21,7 @@ def file(server: RestartableServer) -> Path:
 
 
 def test_a_model_is_added_changed_and_removed(page: BrowserPage, server: RestartableServer, file: Path) -> None:
-    page.open("")
+    page.open("/models")
     page.click("button", "Add a model")
     page.find("[role=heading]", "New model")
     page.type("input[aria-label=Name]", "fresh", Keys.TAB)
@@ -176,16 +176,16 @@ def test_a_visitor_is_told_how_to_become_the_owner_who_creates_the_first_key(
     with serve(tmp_path, config=fake) as running:
         page = BrowserPage(locked.driver, running.url)
         page.open("/chat?model=demo")
-        page.find(".banner", "`modelyard workbench` prints")
-        page.find(".muted", "Chats of visitors are not stored")
+        page.find(".visitor", "`modelyard workbench` prints")
         send(page, "Hello")
         page.find(".turn.assistant", "tok/s")
+        page.find(".row.current", "Hello")  # of the user who opened the page: here the server's own
         page.open("/keys")
-        page.find(".q-notification", "only the owner of this server may do this")
+        page.find("[role=heading]", "For administrators")
         page.open_as_owner(running)
         page.open("/keys")
         page.find(".muted", "This server has no keys")
-        assert not page.find_all(".banner")
+        assert not page.find_all(".visitor")
         page.click("button", "Create a key")
         page.type(".q-dialog input[aria-label=Name]", "me")
         page.click(".q-dialog button", "Create")
@@ -196,6 +196,6 @@ def test_a_visitor_is_told_how_to_become_the_owner_who_creates_the_first_key(
         page.click(".q-dialog button", "Done")
         page.find("[data-key=me]", "active")
         assert httpx.get(f"{running.url}/v1/admin/models").status_code == 401
-        page.open("")
+        page.open("/models")
         page.find("[data-model=demo]", "ready")
         page.driver.get("about:blank")

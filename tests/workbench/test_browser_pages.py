@@ -14,15 +14,15 @@ from selenium.webdriver.common.keys import Keys
 from modelyard.library import default_model
 from tests.cli_process import serve
 from tests.library.web import serve_hub
-from tests.workbench.browser import OWNER, TIMEOUT_S, BrowserPage, choose, send
+from tests.workbench.browser import OWNER, TIMEOUT_S, WIDTHS, BrowserPage, choose, open_settings, send
 from tests.workbench.conftest import RestartableServer
 from tests.workbench.pages.test_plots import optimizer_run
 
 pytestmark = pytest.mark.browser
 
 PAGES = {
-    "": "Models",
-    "/chat": "Chat",
+    "": "Chat",
+    "/models": "Models",
     "/requests": "Requests",
     "/memory": "Memory",
     "/caches": "Caches",
@@ -33,6 +33,7 @@ PAGES = {
     "/models/edit?name=demo": "Edit demo",
     "/caches/edit": "New cache",
     "/routes/edit?index=0": "Edit route 1",
+    "/usage": "Usage",
 }
 # The dark theme differs in its colours only.
 AXE_OPTIONS = {
@@ -55,35 +56,104 @@ HTML = '<img src=x onerror="window.hacked = 1"><b>bold</b>{{7 * 7}}'
 # --- keys -------------------------------------------------------------------------------------------------------------
 
 
-def test_only_an_admin_key_unlocks_the_page(locked: BrowserPage) -> None:
-    locked.driver.delete_all_cookies()
+def test_a_key_logs_a_browser_in_for_all_its_tabs_and_restarts_and_ends_with_the_key(
+    locked: BrowserPage, server: RestartableServer
+) -> None:
+    made = server.api("POST", "/v1/admin/keys", {"name": "reader"})
+    locked.log_out()
     locked.open("")
     locked.type("input[type=password]", "wrong", Keys.ENTER)
     locked.find(".error", "missing or wrong")
+    assert not locked.find_all(".chat-page")
+    locked.type("input[type=password]", made["secret"], Keys.ENTER)
+    locked.find(".account", "reader")
+    (cookie,) = locked.driver.get_cookies()
+    assert (cookie["httpOnly"], cookie["sameSite"], cookie["path"]) == (True, "Strict", "/workbench")
+    assert made["secret"] not in cookie["value"]
+    first = locked.driver.current_window_handle
+    locked.driver.switch_to.new_window("tab")
+    server.stop()
+    server.restart()
+    locked.open("")
+    locked.find(".account", "reader")
+    assert [text.split("\n")[-1] for text in locked.texts(".nav")] == ["Chat", "Usage"]
+    server.api("DELETE", f"/v1/admin/keys/{made['id']}")
+    locked.open("")
+    locked.find("input[type=password]")
+    locked.driver.close()
+    locked.driver.switch_to.window(first)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_member_chats_and_sees_its_usage_and_no_page_of_administrators(
+    locked: BrowserPage, server: RestartableServer, width: int
+) -> None:
+    locked.resize(width)
+    locked.log_out()
+    locked.open("")
     locked.type("input[type=password]", "a-guest", Keys.ENTER)
-    locked.find(".error", "admin key")
-    assert not locked.find_all("[data-model]")
-    locked.type("input[type=password]", "the-owner", Keys.ENTER)
-    locked.find("[data-model=demo]", "ready")
-    locked.wait_gone("input[type=password]")
+    locked.find(".account", "guest")
+    choose(locked, "second")
+    send(locked, f"a word of the guest at {width}")
+    locked.find(".turn.assistant", "From the second.")
+    assert not locked.find_all("a", "view request")
+    locked.open("/usage")
+    locked.find("[data-key=guest] .stats")
+    locked.click(".q-btn", "Model")
+    locked.find(".usage td", "second")
+    assert not locked.find_all("[data-key=owner]")
+    for path in ("/models", "/requests", "/memory", "/caches", "/plots", "/routes", "/keys", "/logs", "/models/edit"):
+        locked.open(path)
+        locked.find("[role=heading]", "For administrators")
+    locked.open("")
+    locked.click(".account")
+    locked.click(".q-menu .q-item", "Log out")
+    locked.find("input[type=password]")
+    assert [one["title"] for one in server.api("GET", "/v1/admin/chats?search=guest")["data"]] == []
 
 
 # --- models -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_model_is_loaded_with_an_override(page: BrowserPage, server: RestartableServer) -> None:
-    page.open("")
+    page.open("/models")
     page.click("[data-model=smollm2] button", "Load")
-    page.find(".q-dialog", "it fits")
-    page.type(".q-dialog input[aria-label=n_ctx]", "1024")
+    page.find(".q-dialog", "It fits")
+    page.type(".q-dialog input[aria-label='Tokens of a conversation']", "1024")
     page.click(".q-dialog button", "Load")
     page.find("[data-model=smollm2] .state", "ready")
     page.find("[data-model=smollm2] .tag", "1\u202f024 tokens")
     assert server.model("smollm2")["overrides"] == {"n_ctx": 1024}
 
 
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_verdict_and_the_button_of_a_load_are_in_view(page: BrowserPage, width: int) -> None:
+    page.resize(width)
+    page.open("/models")
+    page.click("[data-model=missing] button", "Load")
+    page.find(".q-dialog input[aria-label='Tokens of a conversation']")
+    page.type(".q-dialog input[aria-label='Tokens of a conversation']", "1024")
+    page.find(".load-foot")
+    assert page.is_in_view(".load-foot button")
+    assert page.is_in_view(".load-foot")
+    page.click(".q-dialog button", "Cancel")
+    page.wait_gone(".q-dialog")
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_plots_span_the_whole_hour(page: BrowserPage, server: RestartableServer, width: int) -> None:
+    page.resize(width)
+    server.api("POST", "/v1/chat/completions", {"model": "demo", "messages": [{"role": "user", "content": "think"}]})
+    page.open("/plots")
+    page.find(".grid-cards canvas")
+    found = "const id = document.querySelector('.grid-cards canvas').closest('[id^=c]').id.slice(1);"
+    found += "const axis = getElement(id).chart.getOption().xAxis[0]; return axis.max - axis.min"
+    page.wait_until(lambda: page.run(found) == pytest.approx(3_600_000), "an hour")
+    assert page.is_in_view(".grid-cards canvas")
+
+
 def test_a_failed_load_shows_the_reason(page: BrowserPage) -> None:
-    page.open("")
+    page.open("/models")
     page.click("[data-model=missing] button", "Load")
     page.click(".q-dialog button", "Load")
     page.find("[data-model=missing] .error", "/no/such/file.gguf")
@@ -91,12 +161,13 @@ def test_a_failed_load_shows_the_reason(page: BrowserPage) -> None:
 
 
 def test_an_override_is_clipped_to_its_range(page: BrowserPage) -> None:
-    page.open("")
+    page.open("/models")
     page.click("[data-model=missing] button", "Load")
-    page.type(".q-dialog input[aria-label=n_threads]", "99999")
+    page.type(".q-dialog input[aria-label='Threads for answers']", "99999")
     page.click(".q-dialog .name", "Load")  # leaving the field clips its value
     page.wait_until(
-        lambda: page.find(".q-dialog input[aria-label=n_threads]").get_attribute("value") == "1024", "clipped"
+        lambda: page.find(".q-dialog input[aria-label='Threads for answers']").get_attribute("value") == "1024",
+        "clipped",
     )
 
 
@@ -188,7 +259,7 @@ def test_nothing_in_a_table_is_cut_off_without_a_way_to_see_it(
         ("/requests", ".ag-row [col-id=session]"),
         ("/routes", "td"),
         ("/keys", ".usage td"),
-        ("", ".tag"),
+        ("/models", ".tag"),
     ):
         page.open(path)
         page.find(css)
@@ -215,6 +286,8 @@ def test_axe_core_finds_no_serious_barrier(page: BrowserPage, request: pytest.Fi
         page.find("body.body--light [role=heading]", title)
         page.wait_until(lambda title=title: page.driver.title == f"{title} · Modelyard", f"the title of {path}")
         assert page.run("return document.documentElement.lang") == "en"
+        has_icons = "return document.fonts.check('24px \"Material Icons\"')"  # else they are text
+        page.wait_until(lambda script=has_icons: page.run(script), "the icons")
         page.run(script)
         for theme, options in AXE_OPTIONS.items():
             if theme == "dark":
@@ -227,7 +300,7 @@ def test_axe_core_finds_no_serious_barrier(page: BrowserPage, request: pytest.Fi
 
 
 def test_pages_can_be_opened_by_keyboard(page: BrowserPage) -> None:
-    page.open("")
+    page.open("/models")
     page.find(".nav.active", "Models")
     page.run("[...document.querySelectorAll('a.nav')].find(one => one.innerText.includes('Memory')).focus()")
     page.driver.switch_to.active_element.send_keys(Keys.ENTER)
@@ -256,7 +329,7 @@ def test_log_lines_are_filtered_by_level_and_text(page: BrowserPage, server: Res
 
 
 def test_the_theme_is_remembered(page: BrowserPage) -> None:
-    page.open("")
+    page.open("/models")
     page.find(".nav.active")
     page.click("button[aria-label='Light or dark']")
     page.find("body.body--dark")
@@ -267,14 +340,14 @@ def test_the_theme_is_remembered(page: BrowserPage) -> None:
 
 def test_a_model_is_unloaded(page: BrowserPage, server: RestartableServer) -> None:
     server.api("POST", "/v1/admin/models/smollm2/load")
-    page.open("")
+    page.open("/models")
     page.click("[data-model=smollm2] button", "Unload")
     page.find("[data-model=smollm2] .state", "stopped")
     assert server.model("smollm2")["state"] == "stopped"
 
 
 def test_the_page_reconnects_when_the_server_is_back(page: BrowserPage, server: RestartableServer) -> None:
-    page.open("")
+    page.open("/models")
     page.find("[data-model=demo]", "ready")
     page.run("document.querySelector('[data-model=demo]').id = 'before'")
     server.stop()
@@ -353,6 +426,7 @@ def test_a_new_server_leads_to_its_first_model_in_three_clicks(locked: BrowserPa
             page.find(".download", "in the library as")
             page.click(".download button", "Chat")
             page.find(".model .q-chip", "Qwen3-1.7B")
+            open_settings(page)
             page.type("input[aria-label='Max tokens']", "8", Keys.TAB)
             send(page, "Hello")
             page.find(".turn.assistant", "tok/s")

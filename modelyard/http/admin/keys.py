@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from modelyard.accounts.accounts import Accounts
 from modelyard.accounts.keys import Key
+from modelyard.accounts.owner import includes
 from modelyard.accounts.settings import KeyRules, NewKey
 from modelyard.accounts.usage import UsageCounts, period
 from modelyard.core.errors import InvalidRequest
@@ -31,12 +32,25 @@ class KeyRoutes:
     def __init__(self, context: AdminContext, settings: HttpSettings) -> None:
         self._context, self._accounts, self._settings = context, context.accounts, settings
 
-    async def keys(self, revoked: bool = False, own: bool = False) -> Response:
+    async def keys(self, request: StarletteRequest, revoked: bool = False, own: bool = False) -> Response:
         """It also makes this process read keys that another one has changed."""
         await self._accounts.refresh()
         if own:
             return _json({"object": "list"})
-        return _json(await list_keys(self._accounts, self._context.clock(), revoked=revoked))
+        listed = await list_keys(self._accounts, self._context.clock(), revoked=revoked)
+        if (only := _only(request)) is not None:
+            listed["data"] = [key for key in listed["data"] if key["name"] == only and key["state"] != "revoked"]
+        return _json(listed)
+
+    async def log_in(self, request: StarletteRequest) -> Response:
+        secret, until = await self._accounts.log_in(_bearer(request))
+        await self._tell_peers(request)
+        return _json({"secret": secret, "expires": until}, 201)
+
+    async def log_out(self, request: StarletteRequest) -> Response:
+        await self._accounts.log_out(_bearer(request))
+        await self._tell_peers(request)
+        return _json({"deleted": True})
 
     async def create(self, request: StarletteRequest, body: NewKey) -> Response:
         require(RequestContext.of(request.scope), body.role)
@@ -78,6 +92,7 @@ class KeyRoutes:
 
     async def usage(
         self,
+        request: StarletteRequest,
         by: Annotated[str, Query(max_length=40)] = "key",
         first: Annotated[date | None, Query(alias="from")] = None,
         last: Annotated[date | None, Query(alias="to")] = None,
@@ -85,6 +100,8 @@ class KeyRoutes:
         model: str | None = None,
     ) -> Response:
         """`by`: one or more of key, model and day, with commas. Days are of UTC; `from` and `to` are included."""
+        only = _only(request)
+        key = key if only is None else only
         groups = tuple(dict.fromkeys(by.split(",")))
         if not set(groups) <= set(_GROUPS):
             raise InvalidRequest(f"by takes {', '.join(_GROUPS)}, or several of them with commas", param="by")
@@ -107,6 +124,16 @@ class KeyRoutes:
                 "total": _counts(total),
             }
         )
+
+
+def _only(request: StarletteRequest) -> str | None:
+    """The key whose entries the sender may see; None: all."""
+    context = RequestContext.of(request.scope)
+    return None if includes(context.role, "operator") else context.key
+
+
+def _bearer(request: StarletteRequest) -> str:
+    return request.headers.get("authorization", "").partition(" ")[2].strip()
 
 
 async def list_keys(accounts: Accounts, now: float, *, revoked: bool) -> dict[str, Any]:

@@ -100,7 +100,9 @@ class AdminRoutes:
             await refresh()
 
     async def role(self, request: StarletteRequest) -> Response:
-        return _json({"role": RequestContext.of(request.scope).role})
+        context, mcp = RequestContext.of(request.scope), self._context.gateway.preparer.mcp
+        servers = mcp.names_by_request() if mcp is not None else []
+        return _json({"role": context.role, "key": context.key, "mcp_servers": servers})
 
     # --- models -------------------------------------------------------------------------------------------------------
 

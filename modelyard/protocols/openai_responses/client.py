@@ -160,6 +160,7 @@ def _write_part(part: Part, types: Mapping[str, str]) -> JsonObject:
 
 _CALL_TYPES = frozenset({"function_call", "custom_tool_call"}) | client_tools.CALL_ITEMS
 _ITEM_TYPES = _CALL_TYPES | {"message", "reasoning"}
+_SERVER_CALL = "mcp_call"  # that the upstream has run: read by those who show it
 
 Byte = Annotated[int, Meta(ge=0, le=255)]
 Logprobs = tuple[TokenLogprob, ...]
@@ -196,6 +197,9 @@ class OutputItem(Struct):
     action: Any = None
     actions: Any = None
     operation: Any = None
+    server_label: str | None = None
+    output: Any = None
+    error: Any = None
 
     @property
     def _client_call(self) -> ToolCall:
@@ -209,6 +213,9 @@ class OutputItem(Struct):
         return self.type in _CALL_TYPES
 
     def start(self, index: int) -> BlockStart:
+        if self.type == _SERVER_CALL:
+            call, server = mcp.call_id(self.id or ""), self.server_label or ""
+            return BlockStart(index, "tool_call", call, self.name or "", server=server)
         if not self.is_call:
             return BlockStart(index, "text" if self.type == "message" else "thinking")
         call_id, custom = self.call_id or self.id or "", self.type == "custom_tool_call"
@@ -227,6 +234,10 @@ class OutputItem(Struct):
             return self._client_call.arguments
         arguments = self.input if self.type == "custom_tool_call" else self.arguments
         return arguments if isinstance(arguments, str) else ""
+
+    @property
+    def result(self) -> ToolResult | None:
+        return mcp.read_result(self.id or "", self.output, self.error) if self.type == _SERVER_CALL else None
 
     @property
     def logprobs(self) -> Logprobs:
@@ -331,6 +342,7 @@ _DELTA_EVENTS = frozenset(
         "response.refusal.delta",
         "response.function_call_arguments.delta",
         "response.custom_tool_call_input.delta",
+        "response.mcp_call_arguments.delta",
         "response.reasoning_text.delta",
         "response.reasoning_summary_text.delta",
     }
@@ -340,11 +352,12 @@ _FAILURE_EVENTS = frozenset({"response.failed", "response.cancelled", "error"})
 
 
 class ResponsesStreamReader:
-    """Bytes of a stream to events. Ends with exactly one Finished or Failed and ignores what follows."""
+    """Bytes of a stream to events. Ends with exactly one Finished or Failed and ignores what follows. `server_calls`:
+    those that the upstream has run are among them, with their results."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, server_calls: bool = False) -> None:
         self._sse = SseParser()
-        self._items = _OutputItems()
+        self._items = _OutputItems(_ITEM_TYPES | {_SERVER_CALL} if server_calls else _ITEM_TYPES)
         self._is_started = self._is_done = False
 
     def feed(self, data: bytes) -> list[Event]:
@@ -461,6 +474,9 @@ class _OpenItem:
         self._pending.clear()
         if self.is_done:
             yield BlockEnd(index, self.item.encrypted_content or "", self.is_complete)
+            if (result := self.item.result) is not None:
+                yield BlockStart(index + 1, "tool_result", result.call_id)
+                yield BlockEnd(index + 1, result=result)
 
 
 class _OutputItems:
@@ -471,7 +487,8 @@ class _OutputItems:
     emits nothing.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, types: frozenset[str]) -> None:
+        self._types = types
         self._items: dict[int, _OpenItem | None] = {}
         self._queue: list[_OpenItem] = []
         self._block = 0
@@ -481,7 +498,7 @@ class _OutputItems:
     def open(self, item: OutputItem, index: int | None) -> None:
         self._latest = index = len(self._items) if index is None else index
         if index not in self._items:
-            opened = _OpenItem(item) if item.type in _ITEM_TYPES else None
+            opened = _OpenItem(item) if item.type in self._types else None
             self._items[index] = opened
             self._queue += [opened] if opened else []
 
@@ -514,4 +531,4 @@ class _OutputItems:
                 return
             self.has_calls |= head.item.is_call and head.is_complete
             self._queue.pop(0)
-            self._block += 1
+            self._block += 1 if head.item.result is None else 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,76 +12,112 @@ from nicegui import background_tasks, events, ui
 
 from modelyard.core.chat import Chat, ChatSummary, Turn, new_id, to_markdown
 from modelyard.core.errors import ModelyardError
-from modelyard.core.events import BlockDelta, BlockStart, Event, Failed, Finished, ReplyBuilder, Started, Usage
+from modelyard.core.events import (
+    BlockDelta,
+    BlockEnd,
+    BlockStart,
+    Event,
+    Failed,
+    Finished,
+    ReplyBuilder,
+    Started,
+    Usage,
+)
 from modelyard.core.protocol import WireProtocol
 from modelyard.core.request import Audio, Document, Image, Part, Text, Thinking, ToolCall, ToolResult
 from modelyard.http.errors import load_protocol
 from modelyard.workbench import formatting as fmt
-from modelyard.workbench.api_client import ApiClient, Json
+from modelyard.workbench.api_client import Json
 from modelyard.workbench.chat_request import (
     FILE_TYPES,
-    PROTOCOLS,
-    THINKING_MODES,
+    ProgressReader,
+    answer_reader,
     attached_part,
     chat_request,
-    curl_snippet,
-    format_body,
-    python_snippet,
+    progress_text,
     refusal,
+    wire_protocol,
 )
-from modelyard.workbench.components import CodePane, MarkdownText, StreamingText, copy_button, page_heading, show_notice
+from modelyard.workbench.components import MarkdownText, StreamingText, copy_button, page_heading, show_notice
+from modelyard.workbench.pages.chat_side import SettingsForm, WireInspector
+from modelyard.workbench.pages.models import GetModelsPanel
 from modelyard.workbench.session import PageSession
 
 MAX_MODELS = 4  # that answer side by side
 _MAX_FILE_BYTES = 20 * 1024**2
 _FLUSH_INTERVAL_S = 0.1
 _COUNT_DELAY_S = 0.4  # after the last key
-_TOOLS_EXAMPLE = '[{"name": "weather", "description": "…", "parameters": {"type": "object", "properties": {…}}}]'
 
 
 def page(session: PageSession, model: str = "", id: str = "") -> None:
     page_heading("Chat")
-    with ui.element("div").classes("chat-page"):
-        ChatPage(session, model, id)
+    ChatPage(session, model, id)
 
 
 class ChatPage:
+    """The conversation, with the list of chats and the settings beside it: panels that are folded away where the page
+    is narrow. Which ones are open is the browser's business."""
+
     def __init__(self, session: PageSession, model: str, id: str) -> None:
         self._session = session
-        with ui.element("section").classes("card chat-list").props('aria-label="Chats"'):
-            self._list = ChatList(session, self._open, self._new)
-        with ui.element("section").classes("card chat-main").props('aria-label="Conversation"'):
-            self._view = ChatView(session, self._list.refresh)
-        with ui.element("section").classes("card chat-side").props('aria-label="Settings and wire"'):
-            with ui.tabs().props("dense no-caps align=left").classes("w-full") as tabs:
-                settings_tab = ui.tab("Settings")
-                for name in WireInspector.PANES:
-                    ui.tab(name)
-            with ui.tab_panels(tabs, value=settings_tab, keep_alive=True).classes("w-full").props("animated=false"):
-                with ui.tab_panel(settings_tab).classes("px-0") as self._form_box:
-                    pass
-                self._view.inspector = WireInspector()
+        with ui.element("div").classes("chat-page") as box:
+            with ui.element("section").classes("chat-list").props('aria-label="Chats"'):
+                self._list = ChatList(session, self._open, self._new)
+            with ui.element("section").classes("chat-main").props('aria-label="Conversation"'):
+                with ui.element("div").classes("chat-bar"):
+                    _toggle("menu_open", "Chats", box, "list")
+                    self._models = ModelPicker(session, self._models_changed)
+                    _toggle("tune", "Settings", box, "side")
+                self._empty = ui.element("div").classes("no-model")
+                self._view = ChatView(session, self._list.refresh)
+            with ui.element("section").classes("chat-side").props('aria-label="Settings and wire"'):
+                with ui.tabs().props("dense no-caps align=left").classes("w-full") as tabs:
+                    settings_tab = ui.tab("Settings")
+                    for name in WireInspector.PANES:
+                        ui.tab(name)
+                with ui.tab_panels(tabs, value=settings_tab, keep_alive=True).classes("w-full").props("animated=false"):
+                    with ui.tab_panel(settings_tab).classes("px-0") as self._form_box:
+                        pass
+                    self._view.inspector = WireInspector()
         if model:
             session.chat.settings.models = [model]
         self._show()
+        ui.timer(0, lambda: session.perform(self._list_models()), once=True)
         if id and id != session.chat.id:
             ui.timer(0, lambda: self._open(id), once=True)
+
+    async def _list_models(self) -> None:
+        if not await self._models.load() and self._session.may("operator"):
+            with self._empty:
+                GetModelsPanel(self._session, self._got)
+
+    def _got(self, model: str) -> None:
+        self._session.chat.settings.models = [model]
+        self._empty.clear()
+        background_tasks.create(self._models.load(), name="models")
+
+    async def _models_changed(self) -> None:
+        self._view.count_soon()
+        self._view.show_inputs(self._models.modalities())
+        await self._form.show_defaults()
 
     def _show(self) -> None:
         self._form_box.clear()
         with self._form_box:
-            SettingsForm(self._session, self._view.count_soon)
+            self._form = SettingsForm(self._session, self._view.count_soon)
+        self._models.show()
         self._view.show()
 
-    async def _open(self, id: str) -> None:
+    async def _open(self, chosen: str | Chat) -> None:
         try:
-            chat = await self._session.client.chat(id)
+            chat = chosen if isinstance(chosen, Chat) else await self._session.client.chat(chosen)
         except ModelyardError as error:
             self._session.show_error(error)
             return
         self._view.stop()
         self._session.chat = chat
         self._show()
+        _show_path(f"/chat/{chat.id}")
         self._list.refresh()
 
     def _new(self) -> None:
@@ -93,9 +128,52 @@ class ChatPage:
         self._list.refresh()
 
 
+def _toggle(icon: str, label: str, page: ui.element, panel: str) -> None:
+    """A button that opens or closes a panel, in the browser alone."""
+    button = ui.button(icon=icon).props(f'flat round dense color=grey aria-label="{label}"').classes("toggle")
+    button.on("click", js_handler=f"() => modelyard.toggle(getHtmlElement({page.id}), '{panel}')")
+    button.tooltip(label)
+
+
 def _show_path(path: str) -> None:
     """Change the address in the browser without opening another page."""
-    ui.run_javascript(f"history.replaceState(null, '', location.pathname.replace(/\\/chat.*/, '{path}'))")
+    ui.run_javascript(f"history.replaceState(null, '', '/workbench{path}')")
+
+
+class ModelPicker:
+    """Which models answer, on top of the conversation."""
+
+    def __init__(self, session: PageSession, on_change: Callable[[], Any]) -> None:
+        self._session, self._on_change = session, on_change
+        self._records: dict[str, Json] = {}
+        self._select = ui.select([], multiple=True, with_input=True, new_value_mode="add-unique").classes("model grow")
+        self._select.props(f"outlined dense use-chips max-values={MAX_MODELS} aria-label=Models")
+        self._select.tooltip(f"Up to {MAX_MODELS} models answer side by side")
+        self._select.on_value_change(self._changed)
+
+    async def load(self) -> bool:
+        """Whether a model can chat. Without a choice, the first that can is chosen; loaded ones come first."""
+        self._records = {str(record["id"]): record for record in await self._session.client.models()}
+        can_chat = [name for name, record in self._records.items() if "chat" in record.get("capabilities", ("chat",))]
+        settings = self._session.chat.settings
+        settings.models = settings.models or can_chat[:1]
+        self.show()
+        await self._on_change()
+        return bool(can_chat)
+
+    def show(self) -> None:
+        chosen = self._session.chat.settings.models
+        self._select.set_options(list(dict.fromkeys([*self._records, *chosen])), value=list(chosen))
+
+    def modalities(self) -> dict[str, list[str]]:
+        """What each chosen model takes."""
+        chosen = self._session.chat.settings.models
+        return {name: self._records[name].get("modalities", ["text"]) for name in chosen if name in self._records}
+
+    async def _changed(self, event: Any) -> None:
+        if (event.value or []) != self._session.chat.settings.models:
+            self._session.chat.settings.models = event.value or []
+            await self._on_change()
 
 
 # --- the list of chats ------------------------------------------------------------------------------------------------
@@ -104,13 +182,19 @@ def _show_path(path: str) -> None:
 class ChatList:
     """The stored chats, newest first, with a search over their texts."""
 
-    def __init__(self, session: PageSession, open_chat: Callable[[str], Any], new_chat: Callable[[], None]) -> None:
+    def __init__(
+        self, session: PageSession, open_chat: Callable[[str | Chat], Any], new_chat: Callable[[], None]
+    ) -> None:
         self._session, self._open, self._new = session, open_chat, new_chat
         with ui.element("div").classes("line no-wrap w-full"):
             self._search = ui.input(placeholder="Search").props('outlined dense clearable debounce=300 type="search"')
             self._search.props('aria-label="Search in chats"').classes("grow").on_value_change(self.refresh)
             button = ui.button(icon="add", on_click=new_chat).props('unelevated dense aria-label="New chat"')
             button.tooltip("New chat")
+            upload = ui.upload(on_upload=self._import, auto_upload=True, max_file_size=_MAX_FILE_BYTES)
+            upload.props('accept=".json"').classes("hidden chat-file")
+            choose = ui.button(icon="file_open", on_click=lambda: upload.run_method("pickFiles"))
+            choose.props('flat dense color=grey aria-label="Open a chat file"').tooltip("Open a chat file")
         self._box = ui.element("div").classes("rows").props("role=list")
         self._empty = ui.label("").classes("muted small")
         self._rows: dict[str, ChatRow] = {}
@@ -121,8 +205,8 @@ class ChatList:
 
     async def _load(self) -> None:
         """Rows stay the same elements: a menu may be open on one, or a finger on it."""
-        if self._session.is_visitor:
-            show_notice(self._empty, "Chats of visitors are not stored.")
+        if not self._session.keeps_chats:
+            show_notice(self._empty, "Chats of other users of this machine are not stored here.")
             return
         try:
             found = await self._session.client.chats(self._search.value or "")
@@ -142,6 +226,22 @@ class ChatList:
 
     def open(self, id: str) -> Any:
         return self._open(id)
+
+    async def _import(self, event: events.UploadEventArguments) -> None:
+        """A file that someone has exported becomes a chat of one's own."""
+        try:
+            chat = msgspec.json.decode(await event.file.read(), type=Chat)
+        except msgspec.MsgspecError:
+            ui.notify(f"{event.file.name} is no chat: export one as a file to share it", type="negative")
+            return
+        chat.id, chat.revision = new_id(), 0
+        try:
+            if self._session.keeps_chats:
+                await self._session.store(chat)
+        except ModelyardError as error:
+            self._session.show_error(error)
+            return
+        await self._open(chat)
 
     def rename(self, chat: ChatSummary) -> None:
         with ui.dialog() as dialog, ui.card().classes("card w-96"):
@@ -213,7 +313,7 @@ class ChatRow:
             with more, ui.menu():
                 ui.menu_item("Rename", lambda: chats.rename(self._chat))
                 ui.menu_item("Export as Markdown", lambda: chats.export(self._chat.id, "md"))
-                ui.menu_item("Export as JSON", lambda: chats.export(self._chat.id, "json"))
+                ui.menu_item("Export as a file to share", lambda: chats.export(self._chat.id, "json"))
                 ui.menu_item("Duplicate what is shown", lambda: chats.duplicate(self._chat.id))
                 ui.menu_item("Delete", lambda: chats.delete(self._chat))
 
@@ -243,6 +343,7 @@ class ChatView:
         self.inspector: WireInspector  # set by the page
         self._streams: dict[str, ui.timer] = {}  # by the id of the answer; its task streams it
         self._attached: list[Part] = []
+        self._modalities: dict[str, list[str]] = {}  # what each chosen model takes
         with ui.element("div").classes("messages-box"):
             self._messages = ui.element("div").classes("messages")
             self._messages.props('role=log aria-label="Messages" tabindex=0')
@@ -253,6 +354,16 @@ class ChatView:
     # --- composing ----------------------------------------------------------------------------------------------------
 
     def _build_composer(self) -> None:
+        with ui.element("div").classes("chat-foot"):
+            self._build_foot()
+        self._update_busy()
+
+    def show_inputs(self, modalities: dict[str, list[str]]) -> None:
+        """What the chosen models take."""
+        self._modalities = modalities
+        self._speak.set_visibility(bool(modalities) and all("audio" in taken for taken in modalities.values()))
+
+    def _build_foot(self) -> None:
         self._attachments = ui.element("div").classes("line")
         self._refusal = ui.label("").classes("error small text").props("role=alert")
         self._refusal.set_visibility(False)
@@ -261,19 +372,24 @@ class ChatView:
             self._input.props('outlined autogrow autofocus aria-label="Message"').classes("w-full")
             self._input.on("keydown.enter.exact.prevent", self._send)
             self._input.on_value_change(self.count_soon)
-        with ui.element("div").classes("line no-wrap"):
-            self._send_button = ui.button("Send", icon="send", on_click=self._send).props("unelevated no-caps")
-            self._stop_button = ui.button("Stop", icon="stop", on_click=self.stop)
-            self._stop_button.props("unelevated no-caps color=negative")
+        with ui.element("div").classes("line no-wrap w-full"):
             upload = ui.upload(on_upload=self._attach, auto_upload=True, multiple=True, max_file_size=_MAX_FILE_BYTES)
             upload.props(f'accept="{",".join(FILE_TYPES)}"').classes("hidden").on("rejected", self._rejected)
             attach = ui.button(icon="attach_file", on_click=lambda: upload.run_method("pickFiles"))
             attach.props('flat dense color=grey aria-label="Attach files"')
             attach.tooltip("Images, sound and PDF; or paste or drop them")
+            self._speak = ui.button(icon="mic").props('flat dense color=grey aria-label="Speak"').classes("speak")
+            record = f"() => modelyard.record(getHtmlElement({self._speak.id}), {upload.id})"
+            self._speak.on("click", js_handler=record)
+            self._speak.tooltip("Record a message; click again to end it")
+            self._speak.set_visibility(False)
             ui.space()
             with ui.element("div").classes("context-meter") as self._count_box:
                 self._count = ui.label("").classes("muted small").props("aria-live=polite")
                 self._fill = ui.linear_progress(0, show_value=False, size="3px").props('aria-label="Context in use"')
+            self._send_button = ui.button("Send", icon="send", on_click=self._send).props("unelevated no-caps")
+            self._stop_button = ui.button("Stop", icon="stop", on_click=self.stop)
+            self._stop_button.props("unelevated no-caps color=negative")
         self._fill.set_visibility(False)
         with self._count_box:
             self._count_timer = ui.timer(_COUNT_DELAY_S, self._count_tokens, once=True)
@@ -281,19 +397,16 @@ class ChatView:
             f"modelyard.follow(getHtmlElement({self._messages.id}));"
             f"modelyard.takeFiles(getHtmlElement({composer.id}), {upload.id})"
         )
-        self._update_busy()
 
     async def _attach(self, event: events.UploadEventArguments) -> None:
         """A file that a chosen model does not take is refused, with the reason."""
-        name, chosen = event.file.name, self._session.chat.settings.models
+        name = event.file.name
         try:
             part = attached_part(name, event.file.content_type, await event.file.read())
-            records = await self._session.client.rows("models")
         except ModelyardError as error:
             show_notice(self._refusal, error.message)
             return
-        taken = {record["id"]: record["capabilities"]["modalities"] for record in records if record["id"] in chosen}
-        reason = refusal(part, name, taken)
+        reason = refusal(part, name, self._modalities)
         show_notice(self._refusal, reason)
         if not reason:
             self._attached.append(part)
@@ -383,7 +496,7 @@ class ChatView:
         """Whether a request could be made. The answers are added as alternatives."""
         chat = self._session.chat
         try:
-            protocol = load_protocol(chat.settings.protocol)
+            protocol = load_protocol(wire_protocol(chat.settings))
             bodies = [protocol.write_request(chat_request(chat, model, parent)) for model in models]
         except ModelyardError as error:
             self._session.show_error(error)
@@ -403,7 +516,7 @@ class ChatView:
 
     def _stream_into(self, view: AnswerView, body: bytes) -> None:
         """The timers, and with them the stream, end when the page is left."""
-        protocol = load_protocol(self._session.chat.settings.protocol)
+        protocol = load_protocol(wire_protocol(self._session.chat.settings))
         self.inspector.start(view.turn.id, self._session.client, protocol, body)
         flushing = ui.timer(_FLUSH_INTERVAL_S, lambda: self._flush(view))
         self._streams[view.turn.id] = ui.timer(0, lambda: self._stream(view, protocol, body, flushing), once=True)
@@ -443,7 +556,7 @@ class ChatView:
         chat = self._session.chat
         chat.updated = time.time()
         chat.created = chat.created or chat.updated
-        if self._session.is_visitor:
+        if not self._session.keeps_chats:
             return
 
         async def save() -> None:
@@ -473,7 +586,7 @@ class ChatView:
         with self._messages:
             if not chat.turns:
                 ui.label(
-                    "Ask anything." + ("" if self._session.is_visitor else " The chat is stored on this server.")
+                    "Ask anything." + (" The chat is stored on this server." if self._session.keeps_chats else "")
                 ).classes("muted empty")
             for turn in chat.path():
                 if turn.role == "user":
@@ -491,6 +604,10 @@ class ChatView:
     @property
     def chat(self) -> Chat:
         return self._session.chat
+
+    @property
+    def may_see_requests(self) -> bool:
+        return self._session.may("operator")
 
     @property
     def is_streaming(self) -> bool:
@@ -596,14 +713,17 @@ class AnswerView:
 
     def __init__(self, view: ChatView, turn: Turn, results: dict[str, ToolResult]) -> None:
         self._view, self.turn, self._results = view, turn, results
-        self._builder, self._speed = ReplyBuilder(), SpeedMeter()
-        self._reader = load_protocol(view.chat.settings.protocol).reader()
+        self._builder, self._speed, self._progress = ReplyBuilder(), SpeedMeter(), ProgressReader()
+        self._reader = answer_reader(view.chat.settings)
         self._boxes: list[StreamingText | MarkdownText] = []
         self._texts: list[tuple[str, str]] = []  # kind and text of each block, for an answer that is cut off
         self._thinking: ui.expansion | None = None
+        self._cards: dict[str, ui.element] = {}  # of calls, by their ids
         with ui.element("div").classes("turn assistant"):
             ui.label(turn.model).classes("muted small")
-            self._placeholder = ui.label("…").classes("muted")
+            with ui.element("div").classes("waiting w-full") as self._placeholder:
+                self._state = ui.label("Sent").classes("muted small").props("role=status")
+                self._bar = ui.linear_progress(0, show_value=False, size="4px").props('rounded aria-label="Progress"')
             self._body = ui.element("div").classes("w-full")
             self._footer = ui.element("div").classes("line muted small actions")
         if turn.end:
@@ -626,6 +746,11 @@ class AnswerView:
     # --- streaming ----------------------------------------------------------------------------------------------------
 
     def feed(self, data: bytes) -> None:
+        for progress in self._progress.feed(data) if not self._texts else ():
+            text, share = progress_text(progress)
+            self._state.set_text(text)
+            self._bar.set_value(share)
+            self._bar.props(remove="indeterminate") if share else self._bar.props("indeterminate")
         self._handle(self._reader.feed(data))
 
     def finish(self) -> None:
@@ -649,6 +774,9 @@ class AnswerView:
                 self._boxes[-1].append(event.text)
                 kind, text = self._texts[-1]
                 self._texts[-1] = kind, text + event.text
+            elif isinstance(event, BlockEnd) and event.result is not None:
+                with self._cards.get(event.result.call_id, self._body):
+                    _show_result(event.result)
             elif isinstance(event, Finished):
                 reply = self._builder.reply()
                 parts = tuple(block.part for block in reply.blocks)
@@ -664,9 +792,14 @@ class AnswerView:
             if event.kind == "thinking":
                 self._start_thinking("Thinking…")
             elif event.kind == "tool_call":
-                with ui.element("div").classes("call"):
+                with ui.element("div").classes("call") as card:
                     ui.label(event.name).classes("mono call-name")
+                    if event.server:
+                        ui.label(f"by the server {event.server}").classes("muted small")
                     self._boxes.append(StreamingText("mono text"))
+                self._cards[event.call_id] = card
+            elif event.kind == "tool_result":
+                self._boxes.append(StreamingText())
             else:
                 self._boxes.append(MarkdownText())
 
@@ -705,7 +838,7 @@ class AnswerView:
     @property
     def needs_attention(self) -> bool:
         """Whether the user must see its end: an error, or calls that wait for results."""
-        return bool(self.turn.error or self.turn.calls)
+        return bool(self.turn.error or any(call.server is None for call in self.turn.calls))
 
     def show_end(self) -> None:
         self._placeholder.set_visibility(False)
@@ -715,7 +848,7 @@ class AnswerView:
         with self._body:
             if turn.error:
                 ui.label(turn.error).classes("error small text").props("role=alert")
-            waiting = [call for call in turn.calls if call.id not in self._results]
+            waiting = [call for call in turn.calls if call.id not in self._results and call.server is None]
             if waiting and turn.end == "finished":
                 self._ask_for_results(waiting)
         self._footer.clear()
@@ -731,7 +864,7 @@ class AnswerView:
             button = ui.button("Continue with this", on_click=lambda: view.select(self.turn))
             button.props("outline no-caps size=sm dense")
         ui.label(turn.summary)
-        if turn.request:
+        if turn.request and view.may_see_requests:
             ui.link("view request", f"/requests/req_{turn.request}")
 
     def _ask_for_results(self, calls: Sequence[ToolCall]) -> None:
@@ -753,9 +886,13 @@ class ToolCallCard:
             ui.label(call.name).classes("mono call-name")
             ui.label(_indented(call.arguments)).classes("mono text")
             if result is not None:
-                text = "".join(content.text for content in result.content if isinstance(content, Text))
-                ui.label("Result").classes("caption")
-                ui.label(text).classes("mono text")
+                _show_result(result)
+
+
+def _show_result(result: ToolResult) -> None:
+    text = "".join(content.text for content in result.content if isinstance(content, Text))
+    ui.label("Error" if result.is_error else "Result").classes("caption")
+    ui.label(text).classes("mono text")
 
 
 def _indented(arguments: str) -> str:
@@ -785,103 +922,3 @@ class SpeedMeter:
             f"first token {fmt.duration(first - self._sent)} · {fmt.rate(rate)} tok/s · "
             f"{fmt.count(usage.prompt)} prompt{cached} · {fmt.count(usage.output)} output"
         )
-
-
-# --- beside the chat --------------------------------------------------------------------------------------------------
-
-
-class SettingsForm:
-    """Models, protocol, system prompt, sampling and tools. Each field writes to the chat's settings."""
-
-    def __init__(self, session: PageSession, on_change: Callable[[], None]) -> None:
-        self._session, self._settings, self._on_change = session, session.chat.settings, on_change
-        self._models = ui.select([], label="Models", multiple=True, with_input=True, new_value_mode="add-unique")
-        self._models.props(f"outlined dense use-chips max-values={MAX_MODELS}").classes("w-full model")
-        self._models.props(f'hint="Up to {MAX_MODELS} answer side by side"')
-        protocol = ui.select(PROTOCOLS, value=self._settings.protocol, label="Protocol").props("outlined dense")
-        protocol.classes("w-full protocol mt-4").on_value_change(self._setter("protocol"))
-        self._text("system", "System prompt")
-        with ui.element("div").classes("fields w-full").style("grid-template-columns: 1fr 1fr"):
-            self._number("temperature", "Temperature", 0.1, integer=False)
-            self._number("top_p", "Top p", 0.05, integer=False)
-            self._number("top_k", "Top k", 1)
-            self._number("max_tokens", "Max tokens", 1)
-            self._number("seed", "Seed", 1)
-            thinking = ui.select(list(THINKING_MODES), value=self._settings.thinking, label="Thinking")
-            thinking.props("outlined dense").on_value_change(self._setter("thinking"))
-        with ui.expansion("Stop strings").classes("w-full").props("dense"):
-            self._text("stop", "One per line")
-        with ui.expansion("Tools").classes("w-full").props("dense"):
-            self._text("tools", "JSON", _TOOLS_EXAMPLE)
-        ui.timer(0, lambda: session.perform(self._list_models()), once=True)
-
-    async def _list_models(self) -> None:
-        """Models that chat and are loaded come first. Without a choice, the first that can chat is chosen."""
-        records = await self._session.client.rows("models")
-        records = sorted(records, key=lambda record: (not record["capabilities"]["chat"], not record["loaded"]))
-        names = [str(record["id"]) for record in records]
-        chosen = self._settings.models or [name for name in names[:1] if _can_chat(records[0])]
-        self._settings.models = chosen
-        self._models.set_options(list(dict.fromkeys([*names, *chosen])), value=chosen)
-        self._models.on_value_change(self._setter("models"))
-        self._on_change()
-
-    def _setter(self, name: str, integer: bool = False) -> Any:
-        def changed(event: Any) -> None:
-            value = event.value
-            if integer and value is not None:
-                value = int(value)
-            setattr(self._settings, name, (value or []) if name == "models" else value)
-            self._on_change()
-
-        return changed
-
-    def _number(self, name: str, label: str, step: float, *, integer: bool = True) -> None:
-        field = ui.number(label, value=getattr(self._settings, name), step=step, placeholder="default")
-        field.props("outlined dense").on_value_change(self._setter(name, integer))
-
-    def _text(self, name: str, label: str, hint: str = "") -> None:
-        field = ui.textarea(label, value=getattr(self._settings, name), placeholder=hint)
-        field.props("outlined dense autogrow").classes(f"w-full {name}").on_value_change(self._setter(name))
-
-
-def _can_chat(record: Json) -> bool:
-    return bool(record["capabilities"]["chat"] and (record["loaded"] or record["loads_on_request"]))
-
-
-class WireInspector:
-    """The request as it was sent, the events as they arrive, and the request as code. Of several answers that are
-    streamed at once, the last one that began is shown."""
-
-    PANES = ("Request", "Events", "curl", "Python")
-
-    def __init__(self) -> None:
-        with ui.tab_panel("Request").classes("px-0"):
-            self._request = CodePane("No request was sent yet.")
-        with (
-            ui.tab_panel("Events").classes("px-0"),
-            ui.element("div").classes("code-block mono sse").props("tabindex=0"),
-        ):
-            self._events = StreamingText()
-        with ui.tab_panel("curl").classes("px-0"):
-            self._curl = CodePane()
-        with ui.tab_panel("Python").classes("px-0"):
-            self._python = CodePane()
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._answer = ""  # the id of the answer that is shown
-
-    def start(self, answer: str, client: ApiClient, protocol: WireProtocol, body: bytes) -> None:
-        self._answer = answer
-        path, needs_key = protocol.PATHS[0], bool(client.key)
-        self._request.set(f"POST {path}\n\n{format_body(body)}")
-        self._curl.set(curl_snippet(client.url, path, body, needs_key))
-        self._python.set(python_snippet(client.url, path, body, needs_key))
-        self._events.clear()
-        self._decoder.reset()
-
-    def feed(self, answer: str, data: bytes) -> None:
-        if answer == self._answer:
-            self._events.append(self._decoder.decode(data))
-
-    def flush(self) -> None:
-        self._events.flush()

@@ -19,7 +19,7 @@ from modelyard.workbench.session import PageSession
 
 UNSET = "not set"
 _WORDS = {"models": "model", "caches": "cache", "routes": "route"}
-_PATHS = {"models": "/", "caches": "/caches", "routes": "/routes"}
+_PATHS = {"models": "/models", "caches": "/caches", "routes": "/routes"}
 _DECIDE_FIELDS = ("backend", "path", "model")  # the engine, and so the fields, depend on them
 _DELAY_S = 0.05  # for changes that come together; the fields themselves wait for the last key
 _LONG_TEXTS = ("chat_template", "system_prompt")

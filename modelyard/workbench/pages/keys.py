@@ -81,6 +81,21 @@ def page(session: PageSession) -> None:
     UsageTable(session)
 
 
+def usage_page(session: PageSession) -> None:
+    """What a member sees: its own key, without the buttons."""
+    page_heading("Usage", "What you have used, and what is left.")
+    box, panels = ui.element("div").classes("grid-cards"), dict[str, KeyPanel]()
+
+    async def update() -> None:
+        found = await session.client.get("keys")
+        with box:
+            for key in found["data"]:
+                panels.setdefault(key["id"], KeyPanel(session, key, update)).update(key, found["currency"])
+
+    session.poll(_INTERVAL_S, update)
+    UsageTable(session)
+
+
 class KeyPanel:
     def __init__(self, session: PageSession, key: Json, on_change: Any) -> None:
         self._session, self._key, self._on_change = session, key, on_change
@@ -104,11 +119,12 @@ class KeyPanel:
             with ui.column().classes("w-full gap-1") as self._budget_box:
                 self._budget = ui.label("").classes("small")
                 self._bar = ui.linear_progress(0, show_value=False).props('rounded size=6px aria-label="Budget in use"')
-            if key["source"] == "created":
+            self._actions = ui.element("div").classes("line")
+            if key["source"] == "created" and session.may("operator"):
                 self._build_actions()
 
     def _build_actions(self) -> None:
-        with ui.element("div").classes("line") as self._actions:
+        with self._actions:
             edit = ui.button("Limits", icon="tune", on_click=self._edit)
             revoke = ui.button("Revoke", icon="block", on_click=self._confirm)
             for button in (edit, revoke):
@@ -252,7 +268,8 @@ class UsageTable:
             box.style("max-width: none")
             with ui.element("div").classes("line between"):
                 ui.label("Usage").classes("name").props("role=heading aria-level=2")
-                self._by = ui.toggle(_GROUPS, value="key", on_change=lambda: session.perform(self._load()))
+                groups = _GROUPS if session.may("operator") else {name: _GROUPS[name] for name in ("day", "model")}
+                self._by = ui.toggle(groups, value=next(iter(groups)), on_change=lambda: session.perform(self._load()))
                 self._by.props('no-caps unelevated dense toggle-color=primary aria-label="Usage by"')
             self._span = ui.label("").classes("muted small")
             self._table = ui.table(rows=[], columns=[], row_key="group", pagination=10)

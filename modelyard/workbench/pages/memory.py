@@ -154,7 +154,7 @@ async def _show_fits(session: PageSession, stopped: list[Json]) -> None:
 async def _show_fit(session: PageSession, record: Json) -> None:
     try:
         estimate = await session.client.post("models", record["id"], "estimate", body={})
-        text, fits = fit_text(estimate), bool(estimate["fits"])
+        text, fits = ". ".join(fit_text(estimate)), bool(estimate["fits"])
     except ModelyardError as error:
         if error.kind in ("unauthenticated", "forbidden"):
             raise

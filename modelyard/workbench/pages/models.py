@@ -190,7 +190,7 @@ def page(session: PageSession) -> None:
 
     async def update() -> None:
         records = await session.client.rows("models")
-        set_aside = [] if session.is_visitor else await session.client.rows("set-aside")
+        set_aside = [] if not session.may("operator") else await session.client.rows("set-aside")
         why = "Not resumed, because the server died with it twice. “Load” tries a model again: "
         show_notice(aside, why + ", ".join(map(str, set_aside)) if set_aside else "")
         empty.set_visibility(not records)
@@ -347,7 +347,7 @@ class ModelPanel:
 
 def open_chat(session: PageSession, model: str) -> None:
     session.chat.settings.models = [model]
-    ui.navigate.to("/chat")
+    ui.navigate.to("/")
 
 
 def _button(text: str, icon: str, on_click: Any, style: str = "outline") -> ui.button:
@@ -392,24 +392,37 @@ class LoadDialog:
         self._session, self._model = session, model
         self._fields: dict[str, Any] = {}
         self._schemas: Json = {}
-        with ui.dialog() as self._dialog, ui.card().classes("card w-full").style("max-width: 620px"):
+        with ui.dialog() as self._dialog, ui.card().classes("card load-card w-full").style("max-width: 620px"):
             ui.label(f"Load {model}").classes("name")
-            ui.label("Empty fields keep the configured value. Overrides apply to this load only.").classes(
-                "muted small"
-            )
-            self._form = ui.element("div").classes("fields load-form w-full")
-            self._fit = ui.label("").classes("small text")
-            self._refusal = ui.label("").classes("error small text").props("role=alert")
-            self._refusal.set_visibility(False)
-            with ui.element("div").classes("line self-end"):
-                ui.button("Cancel", on_click=self._dialog.close).props("flat no-caps")
-                ui.button("Load", icon="play_arrow", on_click=self._load).props("unelevated no-caps")
+            with ui.element("div").classes("load-body"):
+                ui.label("Fields that stay empty keep what they show. Changes hold for this load only.").classes(
+                    "muted small"
+                )
+                self._form = ui.element("div").classes("fields load-form w-full")
+                with ui.expansion("More settings").classes("w-full").props("dense") as self._more_box:
+                    self._more = ui.element("div").classes("fields load-form w-full")
+            with ui.element("div").classes("load-foot"):
+                with ui.column().classes("gap-0 grow"):
+                    self._fit = ui.label("").classes("name").props("role=status")
+                    self._sizes = ui.label("").classes("muted small text")
+                    self._refusal = ui.label("").classes("error small text").props("role=alert")
+                    self._refusal.set_visibility(False)
+                with ui.element("div").classes("line no-wrap self-end"):
+                    ui.button("Cancel", on_click=self._dialog.close).props("flat no-caps")
+                    ui.button("Load", icon="play_arrow", on_click=self._load).props("unelevated no-caps")
 
     async def open(self, record: Json) -> None:
         self._schemas = record["load_constraints"]["overrides"]
-        self._form.clear()
-        with self._form:
-            self._fields = {name: _field(name, schema) for name, schema in self._schemas.items()}
+        self._fields = {}
+        known = [name for name in _WORDS if name in self._schemas]
+        others = [name for name in self._schemas if name not in known]
+        for box, names in ((self._form, known), (self._more, others)):
+            box.clear()
+            with box:
+                made = {name: _field(name, self._schemas[name], record["definition"].get(name)) for name in names}
+            self._fields |= made
+        self._more_box.set_visibility(bool(others))
+        self._more_box.set_value(not known)
         for field in self._fields.values():
             field.on_value_change(self._update_fit)
         show_notice(self._refusal, "")
@@ -430,10 +443,13 @@ class LoadDialog:
             estimate = await self._session.client.post("models", self._model, "estimate", body=self._overrides())
         except ModelyardError as error:
             self._fit.set_text("")
+            self._sizes.set_text("")
             show_notice(self._refusal, error.message)
             return
         show_notice(self._refusal, "")
-        self._fit.set_text(fit_text(estimate))
+        verdict, sizes = fit_text(estimate)
+        self._fit.set_text(verdict)
+        self._sizes.set_text(sizes)
         self._fit.classes(add="text-positive" if estimate["fits"] else "text-negative")
 
     async def _load(self) -> None:
@@ -446,20 +462,36 @@ class LoadDialog:
         self._dialog.close()
 
 
-def _field(name: str, schema: Json) -> Any:
-    kind = schema.get("type")
+_WORDS = {  # what most loads are about, in people's words; the hint has the setting's own name
+    "n_ctx": "Tokens of a conversation",
+    "vllm_max_model_len": "Tokens of a conversation",
+    "parallel": "Conversations at a time",
+    "n_gpu_layers": "Layers on the GPU",
+    "n_threads": "Threads for answers",
+    "n_threads_batch": "Threads for prompts",
+    "type_k": "Precision of cached keys",
+    "type_v": "Precision of cached values",
+    "flash_attn": "Flash attention",
+    "speculation": "Guess tokens ahead",
+}
+
+
+def _field(name: str, schema: Json, configured: Any) -> Any:
+    """`configured` is what an empty field means."""
+    kind, label = schema.get("type"), _WORDS.get(name, name)
+    kept = "as configured" if configured is None else f"{configured} (configured)"
     if "enum" in schema or kind == "boolean":
         options = schema.get("enum", ["on", "off"])
-        field: Any = ui.select([_UNSET, *options], value=_UNSET, label=name).props("outlined dense")
+        field: Any = ui.select({_UNSET: kept, **{one: str(one) for one in options}}, value=_UNSET, label=label)
+        field.props("outlined dense stack-label")
     elif kind in ("integer", "number"):
         minimum, maximum = schema.get("minimum"), schema.get("maximum")
-        hint = f"{schema.get('minimum', '…')} to {schema.get('maximum', '…')}"
-        field = ui.number(name, min=minimum, max=maximum, placeholder=hint)
-        field.props(f"outlined dense debounce=400 step={1 if kind == 'integer' else 'any'}")
+        field = ui.number(label, min=minimum, max=maximum, placeholder=kept)
+        field.props(f"outlined dense stack-label debounce=400 step={1 if kind == 'integer' else 'any'}")
     else:
-        field = ui.input(name).props("outlined dense debounce=400")
-    if "description" in schema:
-        field.props["hint"] = schema["description"]  # a value, so that it never becomes markup
+        field = ui.input(label, placeholder=kept).props("outlined dense stack-label debounce=400")
+    named = f"{name}: " if name in _WORDS else ""
+    field.props["hint"] = named + schema.get("description", "")  # a value, so that it never becomes markup
     field.classes("w-full")
     return field
 
@@ -471,15 +503,16 @@ def override_value(schema: Json, value: Any) -> Any:
     return int(value) if schema.get("type") == "integer" else value
 
 
-def fit_text(estimate: Json) -> str:
+def fit_text(estimate: Json) -> tuple[str, str]:
+    """A verdict, and what it rests on."""
     sizes = estimate["estimate"]
     parts = ", ".join(f"{name} {fmt.size(sizes[name])}" for name in ("weights", "kv", "compute"))
     if estimate["fits"]:
-        verdict = "it fits"
+        verdict = "It fits"
     elif estimate["possible"]:
-        verdict = "it does not fit beside the loaded models, but idle models may be unloaded for it"
+        verdict = "It does not fit beside the loaded models, but idle models may be unloaded for it"
     elif estimate["limit"] is not None:
-        verdict = f"it can never fit, because models may take {fmt.size(estimate['limit'])} (memory limit)"
+        verdict = f"It can never fit, because models may take {fmt.size(estimate['limit'])} (memory limit)"
     else:
-        verdict = "it can never fit into this machine"
-    return f"Needs about {fmt.size(sizes['total'])} ({parts}); {fmt.size(estimate['free'])} are free: {verdict}."
+        verdict = "It can never fit into this machine"
+    return verdict, f"Needs about {fmt.size(sizes['total'])} ({parts}); {fmt.size(estimate['free'])} are free."

@@ -30,7 +30,6 @@ from modelyard.workbench.session import PageSession
 
 _INTERVAL_S = 5.0
 _HOUR_S = 3600.0
-_MAX_GAP_SLICES = 6  # a line is interrupted where slices are missing for longer
 
 Getter = Callable[[Json], float | None]  # a value of one slice
 
@@ -71,21 +70,20 @@ def page(session: PageSession) -> None:
 
     async def update() -> None:
         history = await session.client.get("history")
-        now, slices = time.time(), history["slices"]
-        start = max(now - _HOUR_S, slices[0]["at"] - 60) if slices else now - _HOUR_S
+        now = time.time()
         for chart, (_, _, lines) in zip(charts, _CHARTS, strict=True):
-            set_points(chart, [line_points(history, getter) for getter in lines.values()], (start, now))
+            set_points(chart, [line_points(history, getter) for getter in lines.values()], (now - _HOUR_S, now))
 
     ui.timer(0, lambda: session.perform(show_optimizer_runs()), once=True)
     session.poll(_INTERVAL_S, update)
 
 
 def line_points(history: Json, getter: Getter) -> Points:
-    """Slices without requests are missing in the history: the line is interrupted there."""
+    """Slices without requests are missing in the history: the line is interrupted wherever one is."""
     points: list[tuple[float, float | None]] = []
     slice_s, last = history["slice_s"], None
     for slice in history["slices"]:
-        if last is not None and slice["at"] - last > _MAX_GAP_SLICES * slice_s:
+        if last is not None and slice["at"] - last > 1.5 * slice_s:
             points.append((last + slice_s, None))
         points.append((slice["at"], getter({**slice, "slice_s": slice_s})))
         last = slice["at"]

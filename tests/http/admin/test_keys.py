@@ -11,6 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
+from modelyard.accounts.keys import read_keys
+from modelyard.accounts.settings import KeySettings
 from modelyard.core.events import Usage
 from modelyard.server.app import ServerApp
 from tests.http.app_client import URL, load_all, make_app
@@ -210,7 +212,7 @@ async def test_a_key_of_the_configuration_is_read_only(boss: httpx.AsyncClient) 
 async def test_only_an_admin_key_manages_keys(app: ServerApp, boss: httpx.AsyncClient) -> None:
     made = await create(boss)
     async with client_of(app, authorization=f"Bearer {made['secret']}") as client:
-        assert (await client.get("/v1/admin/keys")).status_code == 403
+        assert [key["name"] for key in (await client.get("/v1/admin/keys")).json()["data"]] == ["team"]
         assert (await client.post("/v1/admin/keys", json={"name": "mine", "admin": True})).status_code == 403
 
 
@@ -232,7 +234,7 @@ async def test_a_role_is_given_by_those_who_have_it(app: ServerApp, boss: httpx.
     async with client_of(app, authorization=f"Bearer {made['secret']}") as me:
         changed = await me.patch(f"/v1/admin/keys/{made['id']}", json={"max_concurrent": 2})
         assert (changed.json()["role"], changed.json()["max_concurrent"]) == ("owner", 2)
-        assert (await me.get("/v1/admin/role")).json() == {"role": "owner"}
+        assert (await me.get("/v1/admin/role")).json() == {"role": "owner", "key": "me", "mcp_servers": []}
         member = await me.patch(f"/v1/admin/keys/{made['id']}", json={"role": "member"})
         assert (member.json()["role"], member.json()["admin"]) == ("member", False)
 
@@ -396,3 +398,65 @@ async def test_a_key_sees_the_models_that_it_may_use(tmp_path: Path) -> None:
         assert (await chat(app, secret, model=model)).status_code == status
     await app.stop()
     await app.accounts.close()
+
+
+# --- a browser, and what a member sees --------------------------------------------------------------------------------
+
+
+async def test_a_login_outlives_the_server_and_ends_with_its_key(tmp_path: Path) -> None:
+    first = make_app(with_boss(tmp_path))
+    async with client_of(first, **BOSS) as boss:
+        team = await create(boss)
+        login = (await boss.post("/v1/admin/login", headers={"authorization": f"Bearer {team['secret']}"})).json()
+        assert login["secret"] not in (tmp_path / "accounts.sqlite").read_bytes().decode("latin-1")
+    await first.stop()
+    await first.accounts.close()
+    again = make_app(with_boss(tmp_path))
+    cookie = {"authorization": f"Bearer {login['secret']}"}
+    async with client_of(again) as client:
+        role = (await client.get("/v1/admin/role", headers=cookie)).json()
+        assert (role["role"], role["key"]) == ("member", "team")
+        renewed = await client.post("/v1/admin/login", headers=cookie)
+        assert renewed.status_code == 401, "a cookie makes no other one"
+        assert (await client.delete(f"/v1/admin/keys/{team['id']}", headers=BOSS)).status_code == 200
+        assert (await client.get("/v1/admin/role", headers=cookie)).status_code == 401
+    await again.stop()
+    await again.accounts.close()
+
+
+async def test_a_login_ends_when_its_key_gets_another_secret_or_logs_out(tmp_path: Path) -> None:
+    app = make_app(with_boss(tmp_path))
+    async with client_of(app) as client:
+        login = (await client.post("/v1/admin/login", headers=BOSS)).json()
+        cookie = {"authorization": f"Bearer {login['secret']}"}
+        assert (await client.get("/v1/admin/role", headers=cookie)).json()["role"] == "operator"
+        app.accounts.ring.configure(read_keys([KeySettings(name="boss", key="another-secret", admin=True)]))
+        assert (await client.get("/v1/admin/role", headers=cookie)).status_code == 401
+        other = {"authorization": "Bearer another-secret"}
+        login = (await client.post("/v1/admin/login", headers=other)).json()
+        cookie = {"authorization": f"Bearer {login['secret']}"}
+        assert (await client.delete("/v1/admin/login", headers=cookie)).status_code == 200
+        assert (await client.get("/v1/admin/role", headers=cookie)).status_code == 401
+        assert (await client.get("/v1/admin/role", headers=other)).status_code == 200
+    await app.stop()
+    await app.accounts.close()
+
+
+async def test_a_member_sees_its_own_key_usage_and_chats_only(app: ServerApp, boss: httpx.AsyncClient) -> None:
+    team, other = await create(boss, token_budget=10_000), await create(boss, name="other")
+    await chat(app, team["secret"])
+    await chat(app, other["secret"])
+    stored = {"id": "c1", "title": "Mine"}
+    async with client_of(app, authorization=f"Bearer {team['secret']}") as member:
+        (key,) = (await member.get("/v1/admin/keys?revoked=true")).json()["data"]
+        assert (key["name"], key["budget"]["tokens_left"] < 10_000) == ("team", True)
+        for query in ("", "?by=key&key=other"):
+            usage = (await member.get(f"/v1/admin/usage{query}")).json()
+            assert [row["key"] for row in usage["data"]] == ["team"]
+        assert (await member.put("/v1/admin/chats/c1", json=stored)).status_code == 200
+        assert [one["id"] for one in (await member.get("/v1/admin/chats")).json()["data"]] == ["c1"]
+        assert (await member.post("/v1/admin/keys", json={"name": "x"})).status_code == 403
+    async with client_of(app, authorization=f"Bearer {other['secret']}") as stranger:
+        assert (await stranger.get("/v1/admin/chats")).json()["data"] == []
+        assert (await stranger.get("/v1/admin/chats/c1")).status_code == 404
+    assert len((await boss.get("/v1/admin/usage")).json()["data"]) == 2
