@@ -67,6 +67,8 @@ def faults_of(name: str, rounds: int = 8) -> str:
     done = subprocess.run(
         command, capture_output=True, text=True, check=False, env=env, cwd=Path(__file__).parent.parent
     )
+    if done.returncode == 1:  # an exception here is no fault of llama.cpp
+        raise RuntimeError(done.stderr)
     if done.returncode:
         asserted = [line for line in done.stderr.splitlines() if "GGML_ASSERT" in line]
         reason = asserted[-1].partition("GGML_ASSERT")[2] if asserted else str(done.returncode)

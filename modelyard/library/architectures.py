@@ -25,12 +25,15 @@ DIFFUSION = frozenset({"dream", "llada", "llada-moe", "rnd1"})
 NO_EMBEDDINGS = frozenset({"deepseek4", "qwen4exp"})  # llama.cpp ends the process: their graphs have none
 
 _DRAFT_HEAD = "is the draft head of another model: it cannot run alone. Use the model that it belongs to"
+_ENDS = "is half-implemented in llama.cpp, which ends the process for an ordinary prompt. Use another model"
 _SPEECH = "generates or codes sound, which no engine here does"
 _REFUSED = {
     "t5": "is an encoder-decoder, which this engine does not run. Use a decoder-only model, or its encoder (t5encoder) "
     "for embeddings",
     "cogvlm": "is computed wrongly by llama.cpp: of several tokens it returns the logits of the first, not the last. "
     "Use another model",
+    "chameleon": _ENDS,
+    "plm": _ENDS,
     "dflash": _DRAFT_HEAD,
     "eagle3": _DRAFT_HEAD,
     "gemma4-assistant": _DRAFT_HEAD,
@@ -41,12 +44,13 @@ _REFUSED = {
     "wavtokenizer-dec": _SPEECH,
 }
 
-TESTED = frozenset(  # 130 of them
+TESTED = frozenset(  # 140 of them
     [
         "afmoe",
         "apertus",
         "arcee",
         "arctic",
+        "arwkv7",
         "baichuan",
         "bailingmoe",
         "bailingmoe2",
@@ -63,9 +67,11 @@ TESTED = frozenset(  # 130 of them
         "deci",
         "deepseek",
         "deepseek2",
+        "deepseek2-ocr",
         "deepseek32",
         "deepseek4",
         "dots1",
+        "dots3note",
         "dream",
         "ernie4_5",
         "ernie4_5-moe",
@@ -84,6 +90,7 @@ TESTED = frozenset(  # 130 of them
         "glm-dsa",
         "glm4",
         "glm4moe",
+        "glm5-next",
         "gpt-oss",
         "gpt2",
         "gptneox",
@@ -91,6 +98,7 @@ TESTED = frozenset(  # 130 of them
         "granite_swa",
         "granitehybrid",
         "granitemoe",
+        "graniteswitch",
         "grok",
         "grovemoe",
         "hrm_text",
@@ -98,6 +106,7 @@ TESTED = frozenset(  # 130 of them
         "hunyuan-moe",
         "hunyuan_vl",
         "hy_v3",
+        "hy_v4",
         "internlm2",
         "jais",
         "jais2",
@@ -124,6 +133,7 @@ TESTED = frozenset(  # 130 of them
         "minicpm3",
         "minimax-01",
         "minimax-m2",
+        "minimax-m3",
         "mistral3",
         "mistral4",
         "modern-bert",
@@ -159,8 +169,11 @@ TESTED = frozenset(  # 130 of them
         "qwen3next",
         "qwen3vl",
         "qwen3vlmoe",
+        "qwen4exp",
         "refact",
         "rnd1",
+        "rwkv6",
+        "rwkv6qwen2",
         "rwkv7",
         "seed_oss",
         "smallthinker",

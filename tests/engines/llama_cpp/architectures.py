@@ -17,7 +17,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from ctypes import c_bool, c_char_p, c_float, c_int, c_int64, c_size_t, c_uint32, c_void_p
+from ctypes import c_bool, c_char_p, c_float, c_int, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
 from shutil import rmtree
@@ -88,6 +88,19 @@ _INDEXER: Facts = {
     "attention.indexer.top_k": 131072,
 }
 _MROPE: Facts = {"rope.dimension_sections": [8, 8, 8, 8]}
+_RWKV: Facts = {
+    "wkv.head_size": WIDTH,
+    "time_mix_extra_dim": 16,
+    "time_decay_extra_dim": 16,
+    "token_shift_count": 2,
+    "attention.head_count": 1,
+    "attention.head_count_kv": 1,
+    "attention.decay_lora_rank": 16,
+    "attention.iclr_lora_rank": 16,
+    "attention.value_residual_mix_lora_rank": 16,
+    "attention.gate_lora_rank": 16,
+}
+_HYPER: Facts = {"hyper_connection.count": 4, "hyper_connection.epsilon": 1e-6}
 
 # The hyperparameters besides the usual ones, by architecture.
 ARCHITECTURES: dict[str, Facts] = {
@@ -98,6 +111,12 @@ ARCHITECTURES: dict[str, Facts] = {
     **{name: {} for name in ("phi3", "plamo", "qwen", "qwen2", "qwen3", "seed_oss", "smollm3", "stablelm")},
     **{name: {} for name in ("starcoder2", "talkie", "xverse", "bitnet", "ernie4_5", "jais2", "falcon", "openelm")},
     "minicpm": {},
+    "graniteswitch": {
+        "adapters.count": 1,
+        "adapters.lora_rank": 4,
+        "adapters.token_ids_activate": [255],
+        "adapters.token_ids_substitute": [254],
+    },
     "apertus": {},
     "hrm_text": {"block_count": 6, "hrm.layers_per_stack": 1, "hrm.h_cycles": 2, "hrm.l_cycles": 2},
     **dict.fromkeys(("qwen2vl", "qwen3vl", "hunyuan_vl", "paddleocr"), _MROPE),
@@ -132,33 +151,39 @@ ARCHITECTURES: dict[str, Facts] = {
     "maple": _EXPERTS | _ALTERNATING | {"swiglu_clamp_exp": 7.0},
     # experts
     "dbrx": _EXPERTS | {"attention.clamp_kqv": 1.0},
-    **dict.fromkeys(("arctic", "bailingmoe", "bailingmoe2", "deepseek", "dots1", "ernie4_5-moe"), _EXPERTS),
+    **dict.fromkeys(
+        ("arctic", "bailingmoe", "bailingmoe2", "deepseek", "deepseek2-ocr", "dots1", "ernie4_5-moe"), _EXPERTS
+    ),
     **dict.fromkeys(("glm4moe", "granitemoe", "grok", "grovemoe", "hunyuan-moe", "hy_v3", "minimax-m2"), _EXPERTS),
     **dict.fromkeys(("olmoe", "phimoe", "qwen2moe", "qwen3moe"), _EXPERTS),
     "qwen3vlmoe": _EXPERTS | _MROPE,
+    "minimax-m3": _EXPERTS
+    | _INDEXER
+    | {"attention.indexer.head_count": HEADS, "attention.indexer.block_size": 4, "attention.indexer.local_blocks": 1},
     # latent attention
     "deepseek2": _EXPERTS | _MLA,
     "mistral4": _EXPERTS | _MLA,
     "minicpm3": {"attention.q_lora_rank": 32, "attention.kv_lora_rank": 32, "rope.dimension_count": 16},
     "deepseek32": _EXPERTS | _MLA | _INDEXER,
     "glm-dsa": _EXPERTS | _MLA | _INDEXER,
+    "hy_v4": _EXPERTS
+    | _MLA
+    | _INDEXER
+    | _HYPER
+    | {"hyper_connection.magnitude": 2.0, "attention.indexer.types": [1, 0], "swiglu_clamp_exp": 10.0},
+    "dots3note": _EXPERTS
+    | _MLA
+    | _INDEXER
+    | {"attention.sliding_window": SLIDING_WINDOW, "attention.sliding_window_pattern": [0, 1]}
+    | {"attention.indexer.types": [1, 0], "rope.freq_base_swa": 10000.0}
+    | {f"{key}_swa": _MLA[key] for key in _MLA if key.startswith(("attention.k", "attention.v"))},
     # recurrent
     "mamba": _SSM | {"attention.head_count": 0, "feed_forward_length": 0},
     "mamba2": _SSM | {"attention.head_count": 0, "feed_forward_length": 0},
-    **{
-        name: {
-            "wkv.head_size": WIDTH,
-            "time_mix_extra_dim": 16,
-            "time_decay_extra_dim": 16,
-            "attention.head_count": 1,
-            "attention.head_count_kv": 1,
-            "attention.decay_lora_rank": 16,
-            "attention.iclr_lora_rank": 16,
-            "attention.value_residual_mix_lora_rank": 16,
-            "attention.gate_lora_rank": 16,
-        }
-        for name in ("rwkv7",)
-    },
+    "rwkv6": _RWKV | {"rescale_every_n_layers": 6},
+    "rwkv6qwen2": _RWKV | {"token_shift_count": 1},
+    "rwkv7": _RWKV,
+    "arwkv7": _RWKV | {"token_shift_count": 1},
     # hybrid
     "jamba": _EXPERTS | _SSM | {"attention.head_count_kv": [HEADS, 0]},
     "falcon-h1": _SSM,
@@ -186,6 +211,22 @@ ARCHITECTURES: dict[str, Facts] = {
     | {"attention.head_count": [1, 0], "attention.head_count_kv": [1, 0]}
     | {"attn_res.block_size": 12, "activation.situ_beta": 4.0, "activation.situ_linear_beta": 25.0},
     "minimax-01": _EXPERTS | {"full_attention_interval": 2, "residual_scale": 3.5},
+    "glm5-next": _EXPERTS
+    | _MLA
+    | _INDEXER
+    | _KDA
+    | _HYPER
+    | {"attention.head_count_kv": [1, 0], "attention.key_length": 32, "rope.dimension_count": 0}
+    | {"attention.indexer.kpool": 4, "attention.indexer.kpool_select_tail": True}
+    | {"hyper_connection.sinkhorn_iterations": 2},
+    "qwen4exp": _EXPERTS
+    | _GATED_DELTA
+    | _INDEXER
+    | _HYPER
+    | {"attention.indexer.key_length": HEAD, "attention.compress_ratios": [4, 4], "hyper_connection.low_rank": 8}
+    | {"ple.layers": [0], "ple.ngram_size": 3, "ple.heads_per_ngram": 2, "ple.conv_kernel": 4, "ple.eos_token_id": 0}
+    | {"embedding_length_per_layer_input": 16, "ple.layer_multipliers": [1, 3, 5]}
+    | {"ple.head_offsets": [0, 263, 526, 789], "ple.head_vocab_sizes": [263] * 4},
     "kimi-linear": _EXPERTS | _MLA | _KDA | {"attention.head_count": [1, 0], "attention.head_count_kv": [1, 0]},
     # encoders, encoder-decoders, diffusion
     "t5": {"attention.relative_buckets_count": 8},
@@ -372,6 +413,9 @@ def write_missing() -> None:
             subprocess.run([sys.executable, "-m", __name__, *missing], check=True, env=env)
 
 
+_WIDE = (b".ple.layer_multipliers", b".ple.head_offsets", b".ple.head_vocab_sizes")  # arrays of 64-bit numbers
+
+
 class _Metadata:
     """A gguf_context of ggml."""
 
@@ -399,9 +443,10 @@ class _Metadata:
             texts = (c_char_p * len(value))(*(text.encode() for text in value))
             lib.gguf_set_arr_str(self.raw, key, texts, len(value))
         else:
-            is_type = key.endswith(b"token_type")
-            numbers = ((c_int if is_type else c_uint32) * len(value))(*value)
-            lib.gguf_set_arr_data(self.raw, key, 5 if is_type else 4, numbers, len(value))
+            number, kind = (c_int, 5) if key.endswith(b"token_type") else (c_uint32, 4)
+            if key.endswith(_WIDE):
+                number, kind = c_uint64, 10
+            lib.gguf_set_arr_data(self.raw, key, kind, (number * len(value))(*value), len(value))
 
 
 def _library() -> tuple[Any, Any]:
@@ -483,6 +528,8 @@ def _add_facts(writer: Any, facts: Facts) -> None:
             writer.add_float32(key, value)
         elif isinstance(value, str):
             writer.add_string(key, value)
+        elif key.encode().endswith(_WIDE):
+            writer.add_key_value(key, value, gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.UINT64)
         else:
             writer.add_array(key, value)
 
@@ -554,6 +601,8 @@ def write_model(name: str, path: Path, own: Facts = MappingProxyType({}), values
         shapes["output.weight"] = shapes["token_embd.weight"]
     if name == "phi3":  # either one matrix or three
         shapes = {tensor: shape for tensor, shape in shapes.items() if "attn_qkv" not in tensor}
+    if name == "rwkv6qwen2":  # by this tensor llama.cpp tells RWKV 6 itself
+        shapes = {tensor: shape for tensor, shape in shapes.items() if "time_mix_first" not in tensor}
     for tensor, shape in sorted(shapes.items()):
         if tensor.endswith(("scale", "nextn.shared_head_head.weight", "nextn.embed_tokens.weight")):
             continue  # of quantized matrices; copies of the model's own that a file may have
