@@ -24,6 +24,7 @@ from modelyard.cli.console import (
 )
 from modelyard.core.errors import NotFound
 from modelyard.server.client import ServerClient, find_url
+from modelyard.telemetry.prefix_tree import tree_lines
 
 COLUMNS = ("ended", "prompt", "reused", "evaluated", "output", "cause", "from token")
 _MAX_REQUESTS = 1000  # the admin API's limit
@@ -40,13 +41,19 @@ def explain(
     key: AdminKeyOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show a session's last requests on a running server: how much of each prompt was cached, and why not more."""
-    found: list[Mapping[str, Any]] = run_or_exit(session_requests, find_url(url), key, session, last)
+    """Show a session's last requests on a running server: how much of each prompt was cached, and why not more.
+
+    Below them is the tree of what the session's cache holds, if conversations begin alike, are parked or stored.
+    """
+    url = find_url(url)
+    found: list[Mapping[str, Any]] = run_or_exit(session_requests, url, key, session, last)
     if as_json:
         print_json(found)
         return
     out.print(escape(f"session {found[0]['session'] or '(none)'}, cache {found[-1]['cache']}"), soft_wrap=True)
     print_table(COLUMNS, [_row(record) for record in found])
+    for line in run_or_exit(cache_tree, url, key, found[-1]):
+        out.print(line, soft_wrap=True, highlight=False)
 
 
 def session_requests(url: str, key: str | None, session: str | None, last: int) -> list[Mapping[str, Any]]:
@@ -63,6 +70,14 @@ def session_requests(url: str, key: str | None, session: str | None, last: int) 
     if not chosen:
         raise NotFound(f"none of the last {len(ended)} requests belongs to a session that ends in {session!r}")
     return [*reversed(chosen)]
+
+
+def cache_tree(url: str, key: str | None, record: Mapping[str, Any]) -> list[str]:
+    """Of the cache that a request went to, in every replica that has one."""
+    with ServerClient(url, key) as server:
+        rows: Sequence[Mapping[str, Any]] = server.get("/v1/admin/caches")["data"]
+    of_cache = (row for row in rows if (row["model"], row["cache"]) == (record["model"], record["cache"]))
+    return [line for row in of_cache for line in tree_lines(row.get("prefixes", ()))]
 
 
 def _row(record: Mapping[str, Any]) -> Row:

@@ -219,12 +219,13 @@ class SequenceStats(Struct, frozen=True):
 
 class PrefixStats(Struct, frozen=True):
     """One leaf of a cache's tree of prefixes: `tokens` of KV, the first `shared` of which the leaf before it has, too.
-    It is in the sequence `id`, or parked in RAM."""
+    It is in the sequence `id`, parked in RAM, or `stored` in a file only."""
 
     tokens: int
     shared: int = 0
     id: int | None = None
     session: str | None = None
+    stored: bool = False
 
 
 class CacheStats(Struct, frozen=True):

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from modelyard.cli import app
 from modelyard.cli.diagnostics import COLUMNS, session_requests
 from modelyard.core.errors import Forbidden, NotFound, Unauthenticated, Unavailable
+from tests.engines.llama_cpp import tiny_models
 from tests.live_server import demo_config, live_server
 
 SYSTEM_PROMPT = "You are a careful helper. " * 20
@@ -21,6 +22,12 @@ def send(url: str, session: str, text: str, system: str = SYSTEM_PROMPT, key: st
     talk = [{"role": "system", "content": system}, {"role": "user", "content": text}]
     headers = {"x-session-id": session, "authorization": f"Bearer {key}"}
     return httpx.post(f"{url}/v1/chat/completions", json={"model": "m", "messages": talk}, headers=headers)
+
+
+@pytest.fixture(scope="module")
+def tiny_model() -> str:
+    """Found before the tests have a folder of their own."""
+    return str(tiny_models.coder())
 
 
 @pytest.fixture(autouse=True)
@@ -47,6 +54,23 @@ def test_the_last_requests_of_a_session_are_listed_in_order() -> None:
     assert last["from token"] == f"{last['reused']}, message 0 (system)"
     assert shown.exit_code == 0
     assert "system_changed" in shown.stdout
+
+
+def test_the_tree_of_the_sessions_cache_is_below_them(tiny_model: str) -> None:
+    real = {"backend": "llama_cpp", "path": tiny_model, "n_threads": 1, "parked_mb": 0}
+    caches = {"main": {"model": "real", "n_ctx": 512, "parallel": 2}, "other": {"model": "real", "n_ctx": 512}}
+    config = {"models": {"real": real}, "caches": caches, "routes": [{"match": "*", "cache": "main"}]}
+    with live_server(config) as server, server.noted():
+        for tail in (range(500, 800), range(900, 1210)):
+            ids = [*range(300, 340), *tail]
+            body = {"model": "real", "prompt": ids, "max_tokens": 1, "prompt_cache_key": str(tail[0])}
+            httpx.post(f"{server.url}/v1/completions", json=body).raise_for_status()
+        shown = CliRunner().invoke(app.app, ["explain", "--url", server.url], env={"COLUMNS": "200"})
+    assert [line.strip() for line in shown.stdout.splitlines()[-3:]] == [
+        "Prefixes",
+        "sequence 1: 350 tokens",
+        "sequence 0: 40 shared + 300 tokens",
+    ]
 
 
 def test_errors_are_one_sentence() -> None:

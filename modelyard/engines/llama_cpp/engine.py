@@ -49,6 +49,7 @@ from modelyard.engines.llama_cpp.estimate import max_outputs, require_mtp_layers
 from modelyard.engines.llama_cpp.grammar_mask import GrammarMasks, token_piece
 from modelyard.engines.llama_cpp.graph_sampler import MAX_SEQUENCES, GraphSampler
 from modelyard.engines.llama_cpp.job import LlamaCppJob, ReasoningLimit
+from modelyard.engines.llama_cpp.kv_snapshot import StoredKv
 from modelyard.engines.llama_cpp.kv_store import KvStore, store_folder
 from modelyard.engines.llama_cpp.media import MediaEncoder, Projector
 from modelyard.engines.llama_cpp.media_tokens import text_ids
@@ -148,7 +149,7 @@ class LlamaCppEngine(ThreadedEngine[LlamaCppJob]):
         self._dry = DrySamplers(self._vocab)
         defer(self._dry.close)
         defer(self._masks.close)
-        self._media_readers = ThreadPoolExecutor(_MEDIA_READERS, "media-reader")  # they wait for the sandbox
+        self._media_readers = ThreadPoolExecutor(_MEDIA_READERS, "media-reader")  # wait for the sandbox, or read KV
         defer(partial(self._media_readers.shutdown, cancel_futures=True))
         if capabilities.generates:
             self._create_caches(options, path, shape)
@@ -265,6 +266,9 @@ class LlamaCppEngine(ThreadedEngine[LlamaCppJob]):
                     job.preparing = self._media_readers.submit(copy_context().run, self._prepare_media, job, window)
                 else:
                     job.preparing = self._masks.submit(partial(self._prepare, job, window))
+        elif (leaf := self._caches[cache].stored_leaf(job)) is not None:
+            with suppress(RuntimeError):
+                job.preparing = self._media_readers.submit(self._read_stored, job, leaf)
         return job
 
     def _prepare_media(self, job: LlamaCppJob, window: int) -> None:
@@ -279,6 +283,10 @@ class LlamaCppEngine(ThreadedEngine[LlamaCppJob]):
         self._dry.prepare(job.prompt.sampling, window)
         if job.prompt.constraint is not None:
             job.mask = self._masks.create(job.prompt.constraint)
+
+    def _read_stored(self, job: LlamaCppJob, leaf: StoredKv) -> None:
+        if not job.cancelled and self._kv_store is not None:
+            job.stored = (leaf, self._kv_store.fetch(self._caches[job.cache], leaf))
 
     def _read_media(self, job: LlamaCppJob, window: int) -> None:
         if self._projector is None:
@@ -384,6 +392,11 @@ class LlamaCppEngine(ThreadedEngine[LlamaCppJob]):
         self._adapters.check(job.prompt.adapters)
         if cache.running >= cache.info.parallel:
             raise Overloaded(f"the cache {cache.name!r} has no free sequence")
+        if job.stored is not None:
+            (leaf, snapshot), job.stored = job.stored, None
+            # An adapter may have been unloaded since the file was read.
+            fits = snapshot is not None and self._adapters.versions(snapshot.adapters) == snapshot.adapter_versions
+            cache.fetch_stored(leaf, snapshot if fits else None)
         job.sampler = Sampler(job.prompt.sampling, self._dry, self.n_vocab, cache.info.window, text_ids(job.ids))
         if job.prompt.post_sampling and (job.sampler.kind == "chain" or job.mask is not None):
             job.sampler.close()

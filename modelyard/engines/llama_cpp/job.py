@@ -19,6 +19,7 @@ from modelyard.core.tokenizer import IdLogprob
 from modelyard.engines.in_process import Finish, InProcessJob
 from modelyard.engines.llama_cpp.grammar_mask import GrammarMask, TriggeredMask
 from modelyard.engines.llama_cpp.graph_sampler import GraphSampler
+from modelyard.engines.llama_cpp.kv_snapshot import KvSnapshot, StoredKv
 from modelyard.engines.llama_cpp.logits import token_logprob
 from modelyard.engines.llama_cpp.media import MediaChunk, MediaPrompt, Vectors
 from modelyard.engines.llama_cpp.media_tokens import count_positions
@@ -108,6 +109,7 @@ class LlamaCppJob(InProcessJob):
         self.on_cancel: Callable[[], None] | None = None
         self.mask: GrammarMask | TriggeredMask | None = None
         self.reasoning: ReasoningLimit | None = None
+        self.stored: tuple[StoredKv, KvSnapshot | None] | None = None  # a file that was read for it
         self.scripted: Iterator[int] | None = None  # replaces sampling, for tests
         self.graph_sampler: GraphSampler | None = None
 

@@ -82,6 +82,19 @@ class SnapshotHeader(Struct, frozen=True):
         return 4 * self.tokens + self.state + sum(size for _, size in self.checkpoints)
 
 
+class StoredKv(Struct, frozen=True):
+    """A snapshot that is in a file only: what it holds, without its KV."""
+
+    file: str
+    tokens: TokenIds
+    size: int  # bytes
+    checkpoints: Checkpoints
+    session: str | None
+    adapters: AdapterSet
+    scope: str
+    exact: int
+
+
 class SnapshotMismatch(Exception):
     """Why a file cannot be used."""
 
@@ -138,8 +151,10 @@ def _pieces(data: KvBytes) -> Iterator[memoryview]:
     yield from (view[at : at + _PIECE] for at in range(0, data.nbytes, _PIECE))
 
 
-def decode_snapshot(file: BufferedReader, size: int, check: Callable[[SnapshotHeader], None]) -> KvSnapshot:
-    """`check` raises if the header does not fit: then the rest is not read."""
+def _read_header(
+    file: BufferedReader, size: int, check: Callable[[SnapshotHeader], None]
+) -> tuple[SnapshotHeader, bytes]:
+    """The header and all bytes up to its end. `check` raises if the header does not fit."""
     prefix = file.read(_PREFIX.size)
     if len(prefix) < _PREFIX.size or not prefix.startswith(_MAGIC):
         raise SnapshotMismatch("it is not a file of saved KV")
@@ -153,7 +168,24 @@ def decode_snapshot(file: BufferedReader, size: int, check: Callable[[SnapshotHe
     if size != _PREFIX.size + length + header.payload + _CHECKSUM:
         raise SnapshotMismatch("it is damaged: its size differs from its header")
     check(header)
-    payload = _read_payload(file, prefix + encoded, header.payload)
+    return header, prefix + encoded
+
+
+def decode_stored(file: BufferedReader, size: int, check: Callable[[SnapshotHeader], None]) -> StoredKv:
+    """Reads no KV. Its checksum is compared when that is read."""
+    header, _ = _read_header(file, size, check)
+    tokens = np.frombuffer(file.read(4 * header.tokens), np.int32)
+    if len(tokens) != header.tokens:
+        raise SnapshotMismatch("it is damaged: it ends too early")
+    at = tuple(Checkpoint(count, np.zeros(0, np.uint8)) for count, _ in header.checkpoints)
+    rest = (at, header.session, header.adapters, header.scope, header.exact)
+    return StoredKv(file.name, tokens, header.payload, *rest)
+
+
+def decode_snapshot(file: BufferedReader, size: int, check: Callable[[SnapshotHeader], None]) -> KvSnapshot:
+    """If the header does not fit the rest is not read."""
+    header, head = _read_header(file, size, check)
+    payload = _read_payload(file, head, header.payload)
     sizes = [4 * header.tokens, header.state, *(size for _, size in header.checkpoints)]
     tokens, state, *states = np.split(payload, np.cumsum(sizes)[:-1])
     return KvSnapshot(

@@ -16,8 +16,9 @@ import shutil
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from functools import partial
+from io import BufferedReader
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 from msgspec.structs import replace
@@ -33,7 +34,9 @@ from modelyard.engines.llama_cpp.kv_snapshot import (
     KvSnapshot,
     SnapshotHeader,
     SnapshotMismatch,
+    StoredKv,
     decode_snapshot,
+    decode_stored,
     encode_snapshot,
     file_identity,
     origin_differences,
@@ -47,6 +50,7 @@ from modelyard.library.cache_dir import cache_dir
 from modelyard.library.model_files import split_parts
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 RunOnThread = Callable[[Callable[[], Any]], Awaitable[Any]]  # between two steps of the engine
 
@@ -106,8 +110,11 @@ class KvStore:
     def restore_all(self, caches: Iterable[SequenceManager], is_wanted: Callable[[], bool]) -> None:
         for cache in caches:
             for file in self._folder.files(cache.name):
-                if not is_wanted() or not cache.has_room:
+                if not is_wanted():
                     break
+                if not cache.has_room:
+                    self._note(cache, file)
+                    continue
                 with Attempts().trying(f"kv {file}") as may_try:
                     if may_try:
                         self._restore(cache, str(file), self._read(cache, file))
@@ -131,6 +138,10 @@ class KvStore:
                 break
             snapshot = await asyncio.to_thread(self._read, cache, file)
             await run_on_thread(partial(self._restore, cache, str(file), snapshot))
+
+    def fetch(self, cache: SequenceManager, leaf: StoredKv) -> KvSnapshot | None:
+        """Reads what is in a file only. Any thread may call it."""
+        return self._read(cache, Path(leaf.file))
 
     # --- one sequence that a client names -----------------------------------------------------------------------------
 
@@ -175,6 +186,12 @@ class KvStore:
 
     # --- one sequence -------------------------------------------------------------------------------------------------
 
+    def _note(self, cache: SequenceManager, file: Path) -> None:
+        """What has no room in memory stays a leaf of the tree: a prompt that goes on with it reads the file."""
+        leaf = self._folder.read_leaf(file, self._origins[cache.name], self._adapters.versions)
+        if leaf is not None:
+            cache.note_stored(leaf)
+
     def _snapshot(self, cache: SequenceManager, slot: SequenceSlot) -> KvSnapshot | None:
         """None if the sequence's file has all of it; that file becomes the newest."""
         if slot.file is not None and slot.saved == len(slot.tokens) and self._folder.touch(slot.file):
@@ -206,7 +223,7 @@ class KvStore:
         if cache.adopt(snapshot, file) or cache.adopt_parked(snapshot, file):
             log.info("restored KV of %d tokens of the cache %r", len(snapshot.tokens), cache.name)
         else:
-            log.info("the saved KV in %s is not restored: the cache %r has it or has no room", file, cache.name)
+            self._note(cache, Path(file))
 
 
 def _oldest_first(cache: SequenceManager) -> list[SequenceSlot]:
@@ -232,7 +249,21 @@ class SnapshotFolder:
         self, file: Path, origin: KvOrigin, versions: Callable[[AdapterSet], AdapterVersions]
     ) -> KvSnapshot | None:
         """None if it does not fit; the log says why."""
+        return self._decoded(decode_snapshot, file, origin, versions)
 
+    def read_leaf(
+        self, file: Path, origin: KvOrigin, versions: Callable[[AdapterSet], AdapterVersions]
+    ) -> StoredKv | None:
+        """The same without the KV."""
+        return self._decoded(decode_stored, file, origin, versions)
+
+    def _decoded(
+        self,
+        decode: Callable[[BufferedReader, int, Callable[[SnapshotHeader], None]], T],
+        file: Path,
+        origin: KvOrigin,
+        versions: Callable[[AdapterSet], AdapterVersions],
+    ) -> T | None:
         def check(header: SnapshotHeader) -> None:
             wrong = origin_differences(header.origin, origin)
             if not wrong and versions(header.adapters) != header.adapter_versions:
@@ -242,7 +273,7 @@ class SnapshotFolder:
 
         try:
             with file.open("rb") as data:
-                return decode_snapshot(data, os.fstat(data.fileno()).st_size, check)
+                return decode(data, os.fstat(data.fileno()).st_size, check)
         except (SnapshotMismatch, OSError) as error:
             log.warning("the saved KV in %s is ignored: %s", file, error)
             return None

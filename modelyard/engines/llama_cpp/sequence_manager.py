@@ -21,7 +21,7 @@ from modelyard.core.errors import Conflict, NotFound
 from modelyard.engines.llama_cpp import sequences
 from modelyard.engines.llama_cpp.job import LlamaCppJob
 from modelyard.engines.llama_cpp.kv_memory import KvMemory, kv_layout
-from modelyard.engines.llama_cpp.kv_snapshot import KvSnapshot, hash_session
+from modelyard.engines.llama_cpp.kv_snapshot import KvSnapshot, StoredKv, hash_session
 from modelyard.engines.llama_cpp.loading import uses_gpu
 from modelyard.engines.llama_cpp.media_tokens import whole_chunks
 from modelyard.engines.llama_cpp.options import ContextLayout, Options
@@ -39,6 +39,7 @@ from modelyard.engines.llama_cpp.sequences import (
 from modelyard.telemetry.system import free_memory
 
 _EMPTY: TokenIds = np.zeros(0, np.int32)
+_FILE_BYTE_S = 2e-9  # seconds to read one byte of a file and compare its checksum
 
 
 class CopyTime:
@@ -69,6 +70,7 @@ class ParkedKv:
 
     def __init__(self, limit: int) -> None:
         self.limit, self.size = limit, 0
+        self.dropped: list[StoredKv] = []  # to make room, of what is in files
         self.snapshots: list[KvSnapshot] = []  # the oldest first
 
     def __len__(self) -> int:
@@ -81,6 +83,7 @@ class ParkedKv:
         for older in [each for each in self.snapshots if _extends(superseded_by, each)]:
             self.remove(older)
         while self.snapshots and (self.size + size > self.limit or len(self) >= self.MOST):
+            self.dropped += _in_file(self.snapshots[0], self.snapshots[0].size)
             self.remove(self.snapshots[0])
         return True
 
@@ -113,11 +116,20 @@ class ParkedKv:
         self.snapshots, self.size = [], 0
 
 
-def _extends(holder: KvHolder, older: KvSnapshot) -> bool:
+def _extends(holder: KvHolder, older: KvHolder) -> bool:
     """Whether it is the same conversation, later."""
     if (holder.scope, holder.adapters) != (older.scope, older.adapters):
         return False
     return sequences.common_prefix(holder.tokens, older.tokens) == len(older.tokens)
+
+
+def _in_file(holder: SequenceSlot | KvSnapshot, size: int) -> list[StoredKv]:
+    """What the file of this KV holds, if it has one."""
+    if holder.file is None or not holder.saved:
+        return []
+    at = tuple(Checkpoint(one.tokens, _EMPTY) for one in holder.checkpoints if one.tokens <= holder.saved)
+    rest = (at, holder.session, holder.adapters, holder.scope, holder.exact)
+    return [StoredKv(holder.file, holder.tokens[: holder.saved].copy(), size, *rest)]
 
 
 def _take_over(slot: SequenceSlot, holder: KvHolder) -> None:
@@ -167,6 +179,7 @@ class SequenceManager:
         self.slots = [SequenceSlot(first + index, _EMPTY) for index in range(info.parallel)]
         self.neighbours: list[SequenceManager] = [self]  # all caches of the context
         self.donors: list[SequenceManager] = []  # other caches whose KV may be reused
+        self.stored: list[StoredKv] = []  # what is in files only
         self._uses = self._adoptions = 0
         self.reused = self.copied = self.restored = self.fetched = self.evicted = 0  # tokens; evictions
         self.evaluated = 0  # prompt tokens
@@ -209,6 +222,7 @@ class SequenceManager:
             divergences = [sequences.common_prefix(other.tokens, job.ids) for other in same]
         is_other = choice.lost > choice.keep  # another conversation, not an earlier state of this one
         lost = bool(choice.lost) and not self._park(slot, choice.lost) and is_other
+        self._note_dropped(slot if lost else None)
         slot.file = None if is_other else slot.file  # an evicted conversation keeps its file
         if not choice.keep:
             self.clear(slot)
@@ -246,6 +260,46 @@ class SequenceManager:
         if snapshot is None or not self._is_worthwhile(covered - best.covered, snapshot.size):
             return best
         return Leaf(covered, self, snapshot=snapshot)
+
+    def stored_leaf(self, job: LlamaCppJob) -> StoredKv | None:
+        """What is in a file only and holds so much more of the prompt that reading the file takes less time than
+        reading the prompt. Called on the event loop while the thread runs: the leaf may be gone when it is read."""
+        if not self.stored or not self.parked.limit or job.prompt.has_media:
+            return None
+        wanted, prompt, session = _reusable_ids(job), job.prompt, hash_session(job.prompt.session)
+
+        def covered(leaf: StoredKv) -> int:
+            given = (wanted, prompt.adapters, prompt.scope, session)
+            return sequences.reusable_tokens(leaf, *given, can_rewind=self.kv.can_rewind_copies)
+
+        best = max(self.stored, key=covered)
+        if (most := covered(best)) < sequences.MIN_COPY or best.size > self.parked.limit:
+            return None
+        saved, costs = most - self._find_leaf(job, session).covered, self.kv.costs
+        moved = best.size * (1 + _FILE_BYTE_S / costs.byte)
+        return best if sequences.is_copy_worthwhile(saved, moved, costs) else None
+
+    def fetch_stored(self, leaf: StoredKv, snapshot: KvSnapshot | None) -> None:
+        """The file was read: its KV is parked from here on. Another job may have fetched it, too."""
+        if not any(each is leaf for each in self.stored):
+            return
+        self.stored = [each for each in self.stored if each is not leaf]
+        if snapshot is not None:
+            self.parked.add(replace(snapshot, file=leaf.file, saved=len(leaf.tokens)))
+            self._note_dropped(None)
+            self.restored += len(leaf.tokens)
+
+    def note_stored(self, leaf: StoredKv, lost: SequenceSlot | None = None, *, is_newest: bool = False) -> None:
+        """A file whose KV has no room in memory; nothing if memory has it."""
+        others: tuple[KvHolder, ...] = (*self.slots, *self.parked.snapshots, *self.stored)
+        if not any(_extends(other, leaf) for other in others if other is not lost):
+            self.stored = ([leaf, *self.stored] if is_newest else [*self.stored, leaf])[: ParkedKv.MOST]
+
+    def _note_dropped(self, lost: SequenceSlot | None) -> None:
+        """What memory has dropped is still in a file, if it has one."""
+        dropped, self.parked.dropped = self.parked.dropped, []
+        for leaf in (*dropped, *(_in_file(lost, self.kv.size(lost.index)) if lost is not None else ())):
+            self.note_stored(leaf, lost, is_newest=True)
 
     def _copy_cost(self, leaf: Leaf) -> float:
         """Of the leaf's KV in another sequence, in tokens: as much as a copy takes, or all of them."""
@@ -444,6 +498,7 @@ class SequenceManager:
             if not slot.busy:
                 self.clear(slot)
         self.parked.clear()
+        self.stored = []
 
     def drop_adapter(self, adapter: str) -> None:
         """Its KV must not be used if another adapter gets the same name."""
@@ -464,12 +519,14 @@ class SequenceManager:
         """At most once a second: many ask for the other numbers."""
         if (now := time.monotonic()) - self._tree_at >= 1:
             number = {id(slot): at for at, slot in enumerate(self.slots)}
-            holders: tuple[KvHolder, ...] = (*self.slots, *self.parked.snapshots)
+            holders: tuple[KvHolder, ...] = (*self.slots, *self.parked.snapshots, *self.stored)
             leaves = [leaf for leaf in holders if len(leaf.tokens)]
             self._tree_at, self._tree = (
                 now,
                 tuple(
-                    PrefixStats(len(leaf.tokens), shared, number.get(id(leaf)), leaf.session)
+                    PrefixStats(
+                        len(leaf.tokens), shared, number.get(id(leaf)), leaf.session, isinstance(leaf, StoredKv)
+                    )
                     for leaf, shared in sequences.prefix_order(leaves)
                 ),
             )

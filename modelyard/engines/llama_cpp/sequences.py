@@ -4,7 +4,8 @@ All KV of a cache is one tree of prefixes (`prefix_order`). Its roots are the sc
 adapters each: a client must not learn from its own reuse what another one has sent. Its leaves hold KV:
 
     live     a sequence of the context: a prompt goes on in it, or copies it
-    parked   a copy in RAM of what a sequence lost; files of `kv_store` are read into either when the model is loaded
+    parked   a copy in RAM of what a sequence lost, or of what a file held when the model was loaded (`kv_store`)
+    stored   a file that had no room in RAM then; it is parked, on another thread, before a prompt goes on with it
 
 A prompt reads what it does not share with the leaf that has its longest prefix, token by token (no part of an image,
 `media_tokens.py`). It is computed in the idle sequence that costs least, in tokens:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
 from urllib.parse import quote
 
 from nicegui import ui
 
+from modelyard.telemetry.prefix_tree import tree_lines
 from modelyard.workbench import formatting as fmt
 from modelyard.workbench.api_client import Json
 from modelyard.workbench.components import Stat, caption, card, empty_notice, line_chart, page_heading, set_points
@@ -109,19 +109,3 @@ class CacheCard:
                 ui.label(f"{fmt.count(sequence['tokens'])} tokens · {used}").classes("muted")
             share = min(1.0, sequence["tokens"] / self._window) if self._window else 0.0
             ui.linear_progress(round(share, 3), show_value=False).props('rounded size=6px aria-label="Filled"')
-
-
-def tree_lines(prefixes: Sequence[Json]) -> list[str]:
-    """The tree of prefixes, if anything shares one or is parked: what begins alike is indented below the first."""
-    if not any(leaf["shared"] or leaf["id"] is None for leaf in prefixes):
-        return []
-    lines, open_at = ["Prefixes"], list[int]()
-    for leaf in prefixes:
-        while open_at and open_at[-1] > leaf["shared"]:
-            open_at.pop()
-        if leaf["shared"] and (not open_at or open_at[-1] < leaf["shared"]):
-            open_at.append(leaf["shared"])
-        where = "parked" if leaf["id"] is None else f"sequence {leaf['id']}"
-        same = f"{fmt.count(leaf['shared'])} shared + " if leaf["shared"] else ""
-        lines.append(f"{'   ' * len(open_at)}{where}: {same}{fmt.count(leaf['tokens'] - leaf['shared'])} tokens")
-    return lines

@@ -517,6 +517,8 @@ def random_values(name: str, shape: tuple[int, ...]) -> Any:
 
 
 def _add_facts(writer: Any, facts: Facts) -> None:
+    import gguf
+
     for key, value in facts.items():
         if key == "general.architecture":
             continue

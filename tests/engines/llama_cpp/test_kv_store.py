@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from modelyard.core.engine import CacheInfo, Chunk, Control, Tokens
 from modelyard.core.errors import InvalidRequest, NotFound
-from modelyard.engines.llama_cpp import Options, kv_store
+from modelyard.engines.llama_cpp import Options, kv_store, sequences
 from modelyard.engines.llama_cpp.engine import LlamaCppEngine
 from modelyard.engines.llama_cpp.kv_memory import KvLayout
 from modelyard.engines.llama_cpp.kv_snapshot import KvOrigin, KvSnapshot
@@ -533,3 +533,46 @@ def test_large_files_log_their_progress(
     caplog.set_level(logging.INFO, kv_store.__name__)
     write(snapshot_folder(tmp_path), size=4000)
     assert "saving KV to" in caplog.text
+
+
+# --- files that have no room in memory --------------------------------------------------------------------------------
+
+
+async def test_a_conversation_that_is_only_in_a_file_goes_on_from_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four were saved. Memory has room for two in sequences and one that is parked, so that they take turns."""
+    monkeypatch.setattr(sequences, "is_copy_worthwhile", lambda saved, moved, costs: saved > 0)
+    caches = {"main": CacheInfo(2048, 2)}
+    talks = {name: words(seed, 1500) for seed, name in enumerate("abcd")}
+    async with opened(folder, caches, parked_mb=64) as engine:
+        for name, talk in talks.items():
+            await answer(engine, talk, session=name)
+    assert len(files(folder)) == 4
+    async with opened(folder, caches, parked_mb=1) as engine:
+        assert _where(engine) == ["live", "live", "parked", "stored"]
+        found = [await answer(engine, [*talks[name], *words(9, 20)], session=name) for name in "ababcd"]
+        assert [accepted(chunks).cached_tokens >= 1500 for chunks in found] == [True] * 6
+    async with opened(None, caches) as engine:
+        assert_alike(found[0], await answer(engine, [*talks["a"], *words(9, 20)]))
+
+
+async def test_a_stored_file_that_is_gone_costs_the_reading_of_the_prompt_only(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sequences, "is_copy_worthwhile", lambda saved, moved, costs: saved > 0)
+    caches = {"main": CacheInfo(2048, 1)}
+    async with opened(folder, caches, parked_mb=64) as engine:
+        for seed in range(3):
+            await answer(engine, words(seed, 1500), session=str(seed))
+    async with opened(folder, caches, parked_mb=1) as engine:
+        (leaf,) = engine._caches["main"].stored
+        await asyncio.to_thread(Path(leaf.file).unlink)
+        chunks = await answer(engine, leaf.tokens.tolist(), session="other")
+        assert (end(chunks).reason, accepted(chunks).cached_tokens) == ("length", 0)
+        assert leaf not in engine._caches["main"].stored
+
+
+def _where(engine: LlamaCppEngine) -> list[str]:
+    tree = engine.stats().caches["main"].prefixes
+    return sorted("live" if leaf.id is not None else "stored" if leaf.stored else "parked" for leaf in tree)
