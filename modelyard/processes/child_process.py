@@ -10,6 +10,7 @@ import signal
 from asyncio.subprocess import DEVNULL, STDOUT, Process
 from collections import deque
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from modelyard.core.errors import NotFound
 from modelyard.processes.parent_death import die_with_parent
@@ -120,6 +121,16 @@ class ChildProcess:
             self._output_closed.set()
             self._loop.remove_reader(self._output)
             os.close(self._output)
+
+    def core_seconds(self) -> float:
+        """How long its threads have run, or waited for a core that other programs had. A program that is stopped, or
+        waits for something else, adds nothing. 0 where the system does not report it, which only Linux does."""
+        total = 0
+        for file in Path(f"/proc/{self.pid}/task").glob("*/schedstat"):
+            with contextlib.suppress(OSError, ValueError):  # the thread has ended
+                ran, waited, _ = map(int, file.read_text().split())
+                total += ran + waited
+        return total / 1e9
 
     def signal(self, number: int) -> None:
         if not self.ended.done():

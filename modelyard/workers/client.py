@@ -44,6 +44,7 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 _QUEUE_LIMIT = 1024  # items that may wait for a reader before the worker is asked to pause
+_MOST_MISSED = 50  # heartbeats of a worker that computes or waits for a core: 20 s
 _MAX_LINE_AGE_S = 86_400.0  # of a worker's log line: beyond, its clock is not ours
 
 
@@ -76,7 +77,8 @@ class WorkerSession:
     """`lost` resolves when the session ends, whatever the reason. `on_broken` is called instead of `end` when the
     connection breaks: a caller that expects a better error may wait for it, and must then call `end`. With
     `connect_timeout_s` the session ends if the worker does not answer in that time. `wants_log`: what the worker's
-    process logs is logged here, too."""
+    process logs is logged here, too. `core_seconds`: how long the worker's process has run or waited for a core, if it
+    is on this machine: a silent worker that wants a core is not lost yet."""
 
     def __init__(
         self,
@@ -88,6 +90,7 @@ class WorkerSession:
         on_broken: Callable[[ModelyardError], None] | None = None,
         connect_timeout_s: float | None = None,
         wants_log: bool = False,
+        core_seconds: Callable[[], float] | None = None,
     ) -> None:
         self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
         self.endpoint, self._heartbeat = endpoint, heartbeat
@@ -106,6 +109,7 @@ class WorkerSession:
         self._closing: dict[str, asyncio.Future[None]] = {}
         self._loss_callbacks: dict[str, Callable[[ModelyardError], None]] = {}
         self._monitor = HeartbeatMonitor(heartbeat.worker_misses)
+        self._core_seconds, self._wanted_s = core_seconds, 0.0
         self._socket = DealerSocket(endpoint, self._on_data, self._on_disconnect, keys)
         self._timer: asyncio.TimerHandle | None = None
         self._handlers: Mapping[type, Callable[[Any], None]] = {
@@ -360,12 +364,21 @@ class WorkerSession:
         self._timer = self._loop.call_later(self._heartbeat.interval_s, self._tick)
         if self._opening:
             self._monitor.reset()
-        if self._monitor.tick():
-            silent = self._heartbeat.interval_s * self._heartbeat.worker_misses
+        is_silent, wants_a_core = self._monitor.tick(), self._wants_a_core()
+        if is_silent and not wants_a_core:
+            silent = self._heartbeat.interval_s * (self._monitor.missed - 1)
             log.warning("the worker at %s is silent", self.endpoint)
             self.end(Unavailable(f"the worker has been silent for {silent:.1f} s", code=ENGINE_DIED))
         else:
             self.send(msg.Heartbeat(self._monitor.number))
+
+    def _wants_a_core(self) -> bool:
+        """Whether it did so for most of the time since the last tick: then other programs have the cores, or it
+        computes without a pause. Not for ever: what computes without an end is lost, too."""
+        if self._core_seconds is None or not 1 < self._monitor.missed <= _MOST_MISSED:
+            return False
+        before, self._wanted_s = self._wanted_s, self._core_seconds()
+        return self._wanted_s - before > self._heartbeat.interval_s / 2
 
     def end(self, error: ModelyardError) -> None:
         """End everything in the session with this error. Idempotent."""

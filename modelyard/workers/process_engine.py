@@ -81,7 +81,14 @@ class ProcessEngine:
         env = worker_environment(python, folder, os.environ)
         self._child = child = await ChildProcess.start(worker_command(endpoint, definition, python), env)
         name = f"gateway-{os.getpid()}"
-        session = WorkerSession(endpoint, name, heartbeat=self._heartbeat, on_broken=self._on_broken, wants_log=True)
+        session = WorkerSession(
+            endpoint,
+            name,
+            heartbeat=self._heartbeat,
+            on_broken=self._on_broken,
+            wants_log=True,
+            core_seconds=child.core_seconds,
+        )
         self._session = session
         try:
             async with asyncio.timeout(_START_S):

@@ -438,17 +438,17 @@ class HeartbeatMonitor:
     """Counts our own ticks without a message from the peer. If our loop blocks for five seconds we miss one tick, not
     twelve: a pause of ours never looks like the death of the peer. Pure."""
 
-    __slots__ = ("_max_missed", "_missed", "number")
+    __slots__ = ("_max_missed", "missed", "number")
 
     def __init__(self, max_missed: int) -> None:
-        self._max_missed, self._missed, self.number = max_missed, 0, 0
+        self._max_missed, self.missed, self.number = max_missed, 0, 0
 
     def reset(self) -> None:
         """A message has arrived."""
-        self._missed = 0
+        self.missed = 0
 
     def tick(self) -> bool:
         """True if the peer has been silent for too long."""
         self.number += 1
-        self._missed += 1
-        return self._missed > self._max_missed
+        self.missed += 1
+        return self.missed > self._max_missed

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ from msgspec.structs import replace
 from modelyard.core.engine import CacheInfo, EmbeddingEngine, EngineSpec, Tokens
 from modelyard.core.errors import ModelyardError, Unavailable
 from modelyard.engines import fake, llama_cpp
+from modelyard.processes.child_process import ChildProcess
 from modelyard.workers.definitions import define, engine_spec, message_spec, read_definition, write_definition
 from modelyard.workers.messages import OpenEngine
 from modelyard.workers.process_engine import ProcessTextEngine, create_process_engine
@@ -26,7 +30,7 @@ from modelyard.workers.transport import DealerSocket, HeartbeatConfig
 from tests.e2e.helpers import wait_for_running
 from tests.engines.reading import end, read, until
 from tests.live_server import demo_config, live_server
-from tests.workers.harness import DEADLINE_S, HANGING, LENIENT, expect_silence, fake_spec, prompt
+from tests.workers.harness import DEADLINE_S, HANGING, LENIENT, STRICT, expect_silence, fake_spec, prompt
 from tests.workers.harness import until as wait_until
 
 
@@ -89,6 +93,38 @@ async def test_a_stopped_process_is_detected_by_its_silence_and_killed() -> None
         assert "silent" in last.error.message
         assert engine.lost.done()
     assert not psutil.pid_exists(pid)
+
+
+async def test_a_silent_process_that_wants_a_core_is_not_lost_yet() -> None:
+    """Other programs have the cores. The process of this test is stopped, and its times are made up."""
+    async with open_engine(**HANGING) as engine:
+        session, pid = engine._session, engine.pid
+        job = engine.generate(prompt())
+        await until(job, Tokens)
+        session._core_seconds = partial(next, count())
+        os.kill(pid, signal.SIGSTOP)
+        expect_silence(session)
+        await wait_until(lambda: session._monitor.missed > 2 * STRICT.worker_misses)
+        assert not session.is_lost
+        os.kill(pid, signal.SIGCONT)
+        await wait_until(lambda: session._monitor.missed < STRICT.worker_misses)
+        os.kill(pid, signal.SIGSTOP)
+        last = end(await asyncio.wait_for(read(job), DEADLINE_S))  # but not for ever
+        assert "silent" in last.error.message
+
+
+async def test_a_process_that_is_stopped_wants_no_core_and_one_that_computes_does() -> None:
+    child = await ChildProcess.start([sys.executable, "-c", "while True: pass"])
+    try:
+        before = child.core_seconds()
+        await wait_until(lambda: child.core_seconds() > before + 0.05)
+        child.signal(signal.SIGSTOP)
+        await wait_until(lambda: child.core_seconds() == child.core_seconds())
+        assert child.core_seconds() > before
+    finally:
+        child.signal(signal.SIGKILL)
+        await asyncio.shield(child.ended)
+    assert child.core_seconds() == 0.0
 
 
 async def test_a_failing_open_raises_the_reason_and_leaves_no_process() -> None:
