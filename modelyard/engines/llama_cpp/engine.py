@@ -59,7 +59,7 @@ from modelyard.engines.llama_cpp.options import CAPABILITIES, Options, context_l
 from modelyard.engines.llama_cpp.sampler import Sampler
 from modelyard.engines.llama_cpp.sampler_chain import DrySamplers
 from modelyard.engines.llama_cpp.sequence_manager import SequenceManager, share_caches
-from modelyard.engines.llama_cpp.speculation import DraftModel, NgramDrafter, Speculator
+from modelyard.engines.llama_cpp.speculation import MIN_LIKELY, DraftModel, NgramDrafter, Speculator
 from modelyard.engines.llama_cpp.threads import AdaptiveThreads
 from modelyard.library import variants
 from modelyard.library.architectures import may_share_batch
@@ -236,7 +236,10 @@ class LlamaCppEngine(ThreadedEngine[LlamaCppJob]):
         context.head = head
         context.kv.attach(head, kind.mark)
         most = options.max_draft if kind.layers == 1 else min(options.max_draft, kind.layers)
-        return Speculator(MtpDrafter(head, options.draft_p_min), most, info.window, measured=True)
+        least = (
+            options.draft_p_min if options.draft_p_min is not None else 0.0 if loading.uses_gpu(options) else MIN_LIKELY
+        )
+        return Speculator(MtpDrafter(head, least), most, info.window, measured=True)
 
     def _after_shutdown(self) -> None:
         """The engine closes even if saving fails."""

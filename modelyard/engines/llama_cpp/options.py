@@ -267,8 +267,12 @@ class Options(BaseModel):
     draft_n_max: int | None = Field(
         default=None, gt=0, le=64, description="Tokens of a draft, at most; unset: 8, of MTP layers 3."
     )
-    draft_p_min: float = Field(
-        default=0.75, ge=0, le=1, description="A draft ends before a token that is less likely than this."
+    draft_p_min: float | None = Field(
+        default=None,
+        ge=0,
+        le=1,
+        description="A draft ends before a token that is less likely than this; unset: 0.75, and 0 for layers that "
+        "draft on a GPU, where steps of equal size are faster than small ones.",
     )
 
     mmproj: str | bool | None = Field(

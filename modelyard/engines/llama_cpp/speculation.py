@@ -34,6 +34,7 @@ from modelyard.library.model_files import locate_model_file
 log = logging.getLogger(__name__)
 
 Drafts = dict[int, list[int]]  # by sequence
+MIN_LIKELY = 0.75  # a draft ends before a token that is less likely, unless the user says otherwise
 
 
 class Drafter(Protocol):
@@ -382,7 +383,8 @@ class DraftModel:
         context = loading.create_context(self.raw, f"{cache} of the draft model", info, self._options)
         self._attach(context)
         n_ubatch = self._options.for_cache(info).n_ubatch
-        return ModelDrafter(context, n_ubatch, info.parallel, self._options.draft_p_min)
+        least = MIN_LIKELY if self._options.draft_p_min is None else self._options.draft_p_min
+        return ModelDrafter(context, n_ubatch, info.parallel, least)
 
     def close(self) -> None:
         raw, self.raw = self.raw, None
