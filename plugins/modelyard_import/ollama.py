@@ -52,9 +52,11 @@ def read_modelfile(file: Path) -> Draft:
             _from(draft, model, decoding, file, text)
         elif word == "PARAMETER":
             key, _, value = text.partition(" ")
-            _parameter(draft, model, decoding, setting, key, _literal(value.strip()))
+            _parameter(draft, model, decoding, setting, key.lower(), _literal(value.strip()))
         elif word == "SYSTEM":
             model["system_prompt"] = text
+        elif word == "ADAPTER" and "lora" in model:
+            draft.tell("dropped", setting, f"{text}: only the first adapter is applied to every request")
         elif word == "ADAPTER":
             model["lora"] = {"adapter": str((file.parent / text).resolve())}
             model["lora_adapter"] = "adapter"
@@ -89,6 +91,12 @@ def instructions(text: str) -> Iterator[tuple[str, str]]:
 def _from(draft: Draft, model: Table, decoding: Table, file: Path, source: str) -> None:
     """A file or folder beside the Modelfile, else a model of Ollama's own folder, else one to fetch."""
     path = (file.parent / Path(source).expanduser()).resolve()
+    if "path" in model:  # a second one is the projector of the first
+        if "mmproj" in path.name.lower():
+            model |= {"mmproj": str(path), "modalities": ["text", "image"]}
+        else:
+            draft.tell("dropped", f"{file.name}: FROM", f"{source}: a model has one file, and a projector")
+        return
     if path.exists() or source.endswith(".gguf") or source.startswith((".", "/", "~")):
         model |= (
             {"backend": "llama_cpp", "path": str(path)}
@@ -111,8 +119,8 @@ def _parameter(draft: Draft, model: Table, decoding: Table, setting: str, key: s
         decoding.setdefault("stop", []).extend(value if isinstance(value, list) else [str(value)])
     elif key == "num_predict" and isinstance(value, int) and value < 0:
         return  # no limit, as here
-    elif key == "num_gpu" and value == -1:
-        return  # as many layers as fit, as here
+    elif (key, value) in (("num_gpu", -1), ("num_thread", 0)):
+        return  # as many as fit or pay, as here
     elif key in _MODEL:
         model[_MODEL[key]] = value
     elif key in _DECODING:
@@ -127,6 +135,8 @@ def _literal(text: str) -> Any:
         value = json.loads(text)
     except ValueError:
         return text.strip('"')
+    if isinstance(value, float) and value.is_integer():
+        return int(value)  # of top_k 40.0
     return value if isinstance(value, int | float | str | bool) else text
 
 

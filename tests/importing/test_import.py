@@ -30,6 +30,7 @@ CASES = {
     "litellm": ["litellm.yaml"],
     "litellm-difficult": ["litellm-difficult.yaml"],
     "modelfile": ["pirate.Modelfile"],
+    "modelfile-difficult": ["difficult.Modelfile"],
 }
 
 
