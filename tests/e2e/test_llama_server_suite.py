@@ -24,12 +24,21 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 PASSING = (HERE / "llama_server_suite.txt").read_text().splitlines()
 FILES = sorted({name.partition("::")[0] for name in PASSING})
-# Without the hub: nothing is fetched before the first test.
+# Without the hub: nothing is fetched before the first test. The names of headers ignore case, in the tests, too.
 PLUGIN = """
 import sys, types
+import requests
 sys.modules.setdefault("wget", types.ModuleType("wget"))
 import utils
 utils.ServerPreset.load_all = staticmethod(lambda: None)
+request = utils.ServerProcess.make_request
+
+def make_request(*given, **named):
+    reply = request(*given, **named)
+    reply.headers = requests.structures.CaseInsensitiveDict(reply.headers)
+    return reply
+
+utils.ServerProcess.make_request = make_request
 """
 
 

@@ -144,6 +144,17 @@ def test_stream_ends_with_the_fields_of_the_whole_reply() -> None:
     assert last == whole(read(stream=True)) | {"content": ""}
 
 
+def test_a_chunk_has_one_token_if_their_probabilities_are_told() -> None:
+    both = BlockDelta(0, " a\n", (A, LINE))
+    events = [each for each in EVENTS if not isinstance(each, BlockDelta)]
+    at = next(number for number, each in enumerate(events) if isinstance(each, BlockStart)) + 1
+    chunks = stream([*events[:at], both, *events[at:]], read(n_probs=1, stream=True))
+    assert [chunk["content"] for chunk in chunks[:2]] == [" a", "\n"]
+    assert [[each["id"] for each in chunk["completion_probabilities"]] for chunk in chunks[:2]] == [[7], [8]]
+    cut = BlockDelta(0, " a", (A, LINE))  # the second token's text is not complete
+    assert stream([*events[:at], cut, *events[at:]], read(n_probs=1, stream=True))[0]["content"] == " a"
+
+
 def test_stream_that_ends_early_has_an_error() -> None:
     assert "error" in stream(EVENTS[:3], read(stream=True))[-1]
     failed = stream([*EVENTS[:3], Failed(Unavailable("gone"))], read(stream=True))[-1]

@@ -175,6 +175,11 @@ class LlamaStreamWriter:
         return self._fail(event.error) if isinstance(event, Failed) else b""
 
     def _write_delta(self, event: BlockDelta, choice: int) -> bytes:
+        """A chunk for each token, if their probabilities are told and they are whole texts."""
+        tokens = event.logprobs
+        if len(tokens) > 1 and "".join([token.token for token in tokens]) == event.text:
+            each = (msgspec.structs.replace(event, text=token.token, logprobs=(token,)) for token in tokens)
+            return b"".join(self._write_delta(one, choice) for one in each)
         piece = {"index": choice, "content": event.text, "tokens": [], "stop": False, "id_slot": -1}
         if (measured := self._timings.get(choice)) is not None:
             piece["timings"] = write_timings(measured.usage, measured.timings)
