@@ -169,6 +169,7 @@ class CacheInfo(Struct, frozen=True):
     n_ubatch: int | None = None
     n_threads: int | None = None
     flash_attn: bool | None = None
+    kv_unified: bool | None = None
 
 
 class Capabilities(Struct, frozen=True):

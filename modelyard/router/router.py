@@ -161,6 +161,7 @@ def _cache_entry(name: str, cache: CacheSettings, model: ModelSettings) -> Cache
         cache.n_ubatch,
         cache.n_threads,
         cache.flash_attn,
+        cache.kv_unified,
     )
     shared = model.share_across_keys if cache.share_across_keys is None else cache.share_across_keys
     return CacheEntry(name, cache.model, info, cache.overflow == "strict", shared)

@@ -247,6 +247,9 @@ class CacheSettings(BaseModel):
     n_batch: int | None = Field(default=None, gt=0, description="Prompt tokens passed to the engine at a time.")
     n_ubatch: int | None = Field(default=None, gt=0, description="Tokens that the engine computes at a time.")
     flash_attn: bool | None = Field(default=None, description="Use flash attention; unset lets the engine choose.")
+    kv_unified: bool | None = Field(
+        default=None, description="Let this cache's conversations share one pool of KV cells; unset means the model's."
+    )
     n_threads: int | None = Field(
         default=None, gt=0, description="CPU threads of this cache; unset lets the engine choose."
     )

@@ -41,6 +41,7 @@ class KvLayout(Struct, frozen=True):
     streams: int
     swa_full: bool
     heads: int = 0  # MTP layers, whose KV goes with it
+    unified: bool = False  # one pool of cells for all sequences
 
 
 def kv_layout(info: CacheInfo, options: Options) -> KvLayout:
@@ -50,6 +51,7 @@ def kv_layout(info: CacheInfo, options: Options) -> KvLayout:
         flash_attention_mode(options.for_cache(info), gpu=uses_gpu(options)),
         info.parallel,
         options.swa_full,
+        unified=options.for_cache(info).kv_unified,
     )
 
 
@@ -185,13 +187,14 @@ class KvMemory:
         """Copies all of the source's sequence `index` to `target`; the source stays as it is."""
         if method == "state":
             return self._copy_state(source, index, target)
-        # llama.cpp asserts that a copy between streams is not partial: copy all, then cut.
+        # llama.cpp asserts that a copy between streams is not partial: copy all, then cut. In a pool no byte moves.
         self.clear(target)
         short.memory_seq_cp(self._memory, index, target, -1, -1)
         if self._head is not None:
             self._head.copy(index, target, short.memory_seq_pos_max(self._memory, index) + 1)
-        self._copy_sources.add(index)
-        self._copy_targets.add(target)
+        if not self.layout.unified:
+            self._copy_sources.add(index)
+            self._copy_targets.add(target)
         return True
 
     @property

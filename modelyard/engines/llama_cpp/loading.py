@@ -452,7 +452,7 @@ def context_parameters(info: CacheInfo, options: Options) -> Any:
     params.n_threads, params.n_threads_batch = thread_counts(info, options)
     params.flash_attn_type = _FLASH_ATTENTION_TYPES[flash_attention_mode(options, gpu=uses_gpu(options))]
     params.type_k, params.type_v = _kv_type(info.type_k), _kv_type(info.type_v)
-    params.kv_unified, params.no_perf = False, True
+    params.kv_unified, params.no_perf = options.kv_unified, True
     params.swa_full = options.swa_full
     params.n_rs_seq = options.rollback  # 0 for models that cannot do that
     if options.moe_cache_mb:

@@ -183,6 +183,12 @@ class Options(BaseModel):
         description="For machines with several memory nodes: spread threads over all nodes, keep them on the node of "
         "the start, or as numactl says. It holds for the whole process, so with placement auto the model gets its own.",
     )
+    kv_unified: bool = Field(
+        default=False,
+        description="Let the sequences of a cache share one pool of KV cells, of the same size: a prefix that several "
+        "have is copied for nothing, but each token attends past the cells of all others. False, with cells of its "
+        "own for each sequence, decodes faster.",
+    )
     swa_full: bool = Field(
         default=False,
         description="Keep all KV of sliding-window layers: an edited conversation is then read again from the edit on. "
@@ -353,8 +359,11 @@ class Options(BaseModel):
 
     def for_cache(self, cache: CacheInfo) -> Options:
         """With the cache's own settings applied."""
-        own = {name: getattr(cache, name) for name in ("n_batch", "n_ubatch", "n_threads", "flash_attn")}
+        own = {name: getattr(cache, name) for name in _CACHE_OPTIONS}
         return self.model_copy(update={name: value for name, value in own.items() if value is not None})
+
+
+_CACHE_OPTIONS = ("n_batch", "n_ubatch", "n_threads", "flash_attn", "kv_unified")
 
 
 class ContextLayout(Struct, frozen=True):
@@ -388,7 +397,8 @@ def _share_context(group: Mapping[str, CacheInfo], info: CacheInfo, options: Opt
 def _context_settings(info: CacheInfo, options: Options) -> tuple[Any, ...]:
     own = options.for_cache(info)
     types = info.type_k.lower(), info.type_v.lower()
-    return info.window, *types, own.n_batch, own.n_ubatch, own.n_threads, flash_attention_mode(own, gpu=False)
+    sizes = own.n_batch, own.n_ubatch, own.n_threads, own.kv_unified
+    return info.window, *types, *sizes, flash_attention_mode(own, gpu=False)
 
 
 def _sequences(group: Mapping[str, CacheInfo]) -> int:

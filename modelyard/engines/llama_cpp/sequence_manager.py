@@ -640,6 +640,8 @@ def create_sequence_managers(context: Any, layout: ContextLayout, options: Optio
     kv = KvMemory(context, layout.info.window, kv_layout(layout.info, options))
     if uses_gpu(options):
         kv.costs.stream = 1e-11  # inside of its own memory a GPU copies much faster than over the bus
+    if kv.layout.unified:
+        kv.costs.stream = 0.0  # no byte moves
     limits = CheckpointLimits(options.checkpoints, options.checkpoint_mb << 20)
     managers: dict[str, SequenceManager] = {}
     first = 0

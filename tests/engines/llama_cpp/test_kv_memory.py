@@ -94,6 +94,23 @@ def test_a_pending_stream_copy_is_neither_exported_nor_overwritten(readers: list
     assert np.allclose(logits[0], logits[1], atol=1e-3)
 
 
+def test_in_one_pool_a_prefix_is_copied_at_once_and_its_owner_goes_on() -> None:
+    options = Options(path=str(exact_model()), n_threads=1, kv_unified=True)
+    model = loading.load_model(exact_model(), options, lambda _: True)
+    pool, fresh = Reader(model, options), Reader(model, options)
+    pool.read(0, RUN)
+    assert pool.kv.copy(pool.kv, 0, 1, "stream")
+    assert pool.kv.export(1) is not None, "nothing is pending"
+    assert pool.kv.cut(1, RUN, 20)
+    other = np.arange(90, 100, dtype=np.int32)
+    mixed = pool.read(1, other, 20), pool.read(0, [5], len(RUN))
+    expected = fresh.read(0, [*RUN[:20], *other]), fresh.read(1, [*RUN, 5])
+    assert np.allclose(mixed, expected, atol=1e-3)
+    for reader in (pool, fresh):
+        lib.llama_free(reader.raw)
+    lib.llama_model_free(model)
+
+
 def test_the_first_decodes_of_prompts_are_measured(readers: list[Reader]) -> None:
     costs = readers[0].kv.costs
     prior = costs.token

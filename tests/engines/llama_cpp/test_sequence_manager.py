@@ -45,9 +45,9 @@ SYSTEM = words(0, 40)
 
 
 @asynccontextmanager
-async def exact(*, share: bool = False, **parallel: int) -> AsyncIterator[LlamaCppEngine]:
+async def exact(*, share: bool = False, unified: bool = False, **parallel: int) -> AsyncIterator[LlamaCppEngine]:
     caches = {name: CacheInfo(256, count) for name, count in (parallel or {"main": 2}).items()}
-    async with running(caches, path=str(exact_model()), share_across_caches=share) as engine:
+    async with running(caches, path=str(exact_model()), share_across_caches=share, kv_unified=unified) as engine:
         yield engine
 
 
@@ -236,9 +236,10 @@ def _copies_pay(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.usefixtures("_copies_pay")
-async def test_a_shared_prefix_is_copied_from_a_running_sequence() -> None:
+@pytest.mark.parametrize("unified", [False, True])
+async def test_a_shared_prefix_is_copied_from_a_running_sequence(unified: bool) -> None:
     runs = [SYSTEM + words(n) for n in range(1, 4)]
-    async with exact(main=3) as engine:
+    async with exact(main=3, unified=unified) as engine:
         tap = SubmitAtFirstToken(engine, *(id_prompt(run, session=str(run)) for run in runs[1:]))
         got = [await answer(engine, runs[0], session="a", max_tokens=60)]
         got += [await read(follower) for follower in tap.followers]
