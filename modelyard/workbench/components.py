@@ -209,7 +209,7 @@ def copy_button(text: Callable[[], str], label: str) -> ui.button:
             ui.notify("The browser does not let this page copy: select the text and copy it.", type="negative")
 
     button = ui.button(icon="content_copy", on_click=copy)
-    button.props(f'flat round dense size=sm color=grey aria-label="{label}"').tooltip(label)
+    button.props(f'flat round dense size=sm color=muted aria-label="{label}"').tooltip(label)
     return button
 
 

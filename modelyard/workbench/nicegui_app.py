@@ -175,7 +175,7 @@ def _pages(session: PageSession) -> dict[str, Callable[..., None]]:
 
 def _header(session: PageSession, drawer: ui.left_drawer) -> tuple[ThemeButton, ui.element]:
     with ui.header().classes("items-center gap-3 px-4 py-2 no-wrap"):
-        ui.button(icon="menu", on_click=drawer.toggle).props('flat round dense color=grey aria-label="Menu"')
+        ui.button(icon="menu", on_click=drawer.toggle).props('flat round dense color=muted aria-label="Menu"')
         ui.label("Modelyard").classes("text-lg font-bold")
         ui.space()
         ui.label(session.client.url.partition("://")[2]).classes("muted gt-xs")
@@ -206,7 +206,7 @@ class ThemeButton:
         self._theme = "auto"
         self._dark = ui.dark_mode(None)
         self._button = ui.button(icon=_THEME_ICONS["auto"], on_click=self._next)
-        self._button.props('flat round dense color=grey aria-label="Light or dark"')
+        self._button.props('flat round dense color=muted aria-label="Light or dark"')
         self._button.tooltip("Light, dark, or the system's setting")
 
     async def restore(self) -> None:

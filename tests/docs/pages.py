@@ -36,9 +36,9 @@ class Call(NamedTuple):
     form: tuple[str, ...] = ()
 
 
-def calls(page: str) -> list[Call]:
+def calls(page: str, beginning: str = "") -> list[Call]:
     commands = "".join(blocks(page, "sh")).replace("\\\n", " ").splitlines()
-    return [_call(shlex.split(command)) for command in commands]
+    return [_call(shlex.split(command)) for command in commands if command.startswith(beginning)]
 
 
 def _call(words: list[str]) -> Call:

@@ -54,7 +54,7 @@ class CacheCard:
                 with ui.element("div").classes("line"):
                     ui.label(f"{row['model']}{replica}").classes("tag")
                     edit = ui.button(icon="edit", on_click=lambda: session.perform(self._edit()))
-                    edit.props("flat round dense size=sm color=grey").tooltip("Edit")
+                    edit.props("flat round dense size=sm color=muted").tooltip("Edit")
                     edit.props["aria-label"] = f"Edit {row['cache']}"
             with ui.element("div").classes("stats"):
                 self._reuse, self._reused, self._evaluated, self._evictions = (

@@ -130,7 +130,7 @@ class ChatPage:
 
 def _toggle(icon: str, label: str, page: ui.element, panel: str) -> None:
     """A button that opens or closes a panel, in the browser alone."""
-    button = ui.button(icon=icon).props(f'flat round dense color=grey aria-label="{label}"').classes("toggle")
+    button = ui.button(icon=icon).props(f'flat round dense color=muted aria-label="{label}"').classes("toggle")
     button.on("click", js_handler=f"() => modelyard.toggle(getHtmlElement({page.id}), '{panel}')")
     button.tooltip(label)
 
@@ -194,7 +194,7 @@ class ChatList:
             upload = ui.upload(on_upload=self._import, auto_upload=True, max_file_size=_MAX_FILE_BYTES)
             upload.props('accept=".json"').classes("hidden chat-file")
             choose = ui.button(icon="file_open", on_click=lambda: upload.run_method("pickFiles"))
-            choose.props('flat dense color=grey aria-label="Open a chat file"').tooltip("Open a chat file")
+            choose.props('flat dense color=muted aria-label="Open a chat file"').tooltip("Open a chat file")
         self._box = ui.element("div").classes("rows").props("role=list")
         self._empty = ui.label("").classes("muted small")
         self._rows: dict[str, ChatRow] = {}
@@ -309,7 +309,7 @@ class ChatRow:
             with open_button.classes("grow title-button"), ui.column().classes("gap-0 items-start"):
                 self._title = ui.label(chat.title).classes("row-title")
                 self._updated = ui.label("").classes("muted small")
-            more = ui.button(icon="more_vert").props('flat round dense size=sm color=grey aria-label="More"')
+            more = ui.button(icon="more_vert").props('flat round dense size=sm color=muted aria-label="More"')
             with more, ui.menu():
                 ui.menu_item("Rename", lambda: chats.rename(self._chat))
                 ui.menu_item("Export as Markdown", lambda: chats.export(self._chat.id, "md"))
@@ -376,9 +376,9 @@ class ChatView:
             upload = ui.upload(on_upload=self._attach, auto_upload=True, multiple=True, max_file_size=_MAX_FILE_BYTES)
             upload.props(f'accept="{",".join(FILE_TYPES)}"').classes("hidden").on("rejected", self._rejected)
             attach = ui.button(icon="attach_file", on_click=lambda: upload.run_method("pickFiles"))
-            attach.props('flat dense color=grey aria-label="Attach files"')
+            attach.props('flat dense color=muted aria-label="Attach files"')
             attach.tooltip("Images, sound and PDF; or paste or drop them")
-            self._speak = ui.button(icon="mic").props('flat dense color=grey aria-label="Speak"').classes("speak")
+            self._speak = ui.button(icon="mic").props('flat dense color=muted aria-label="Speak"').classes("speak")
             record = f"() => modelyard.record(getHtmlElement({self._speak.id}), {upload.id})"
             self._speak.on("click", js_handler=record)
             self._speak.tooltip("Record a message; click again to end it")
@@ -642,7 +642,7 @@ class ChatView:
 
 
 def _small_button(icon: str, label: str, on_click: Callable[[], Any]) -> ui.button:
-    button = ui.button(icon=icon, on_click=on_click).props(f'flat round dense size=sm color=grey aria-label="{label}"')
+    button = ui.button(icon=icon, on_click=on_click).props(f'flat round dense size=sm color=muted aria-label="{label}"')
     button.tooltip(label)
     return button
 

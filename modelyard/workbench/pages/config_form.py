@@ -328,7 +328,7 @@ class FieldRow:
                 self._input.classes("grow").on_value_change(lambda _: on_change())
                 if on_drop is not None:
                     drop = ui.button(icon="close", on_click=lambda: on_drop(field["name"]))
-                    drop.props("flat round dense size=sm color=grey").props["aria-label"] = f"Unset {field['name']}"
+                    drop.props("flat round dense size=sm color=muted").props["aria-label"] = f"Unset {field['name']}"
             if note:
                 ui.label(note).classes("text-warning small text")
             self._problem = ui.label("").classes("error small text").props("role=alert")
