@@ -268,8 +268,11 @@ class Optimizer:
         return self._record(request, outcome)
 
     def _has_time(self, request: ScoreRequest, search: Search) -> bool:
-        """Whether another trial ends in time. Less is reserved for the confirmation while nothing better is known."""
-        reserved = self._confirm_s / 2 if search.best == search.current else self._confirm_s
+        """Whether another trial ends in time. Less is reserved for the confirmation while nothing better is known, and
+        nothing if its rounds would not fit into that: the same command goes on with what is found then."""
+        reserved = self._confirm_s
+        if search.best == search.current:
+            reserved = reserved / 2 if reserved / 2 >= self._rounds_s else 0.0
         if request.phase in ("baselines", "confirmation"):  # without the first there is nothing to confirm
             end = self.plan.budget_s
         else:
@@ -283,9 +286,13 @@ class Optimizer:
     @property
     def _confirm_s(self) -> float:
         """Reserved for the confirmation: enough for its rounds, if that leaves time to find something."""
-        rounds_s = self.plan.rules.min_rounds * self._confirm_candidates * self._usual_s
-        share = max(_CONFIRM_SHARE, rounds_s / self.plan.budget_s)
+        share = max(_CONFIRM_SHARE, self._rounds_s / self.plan.budget_s)
         return self.plan.budget_s * min(_MAX_CONFIRM_SHARE, share)
+
+    @property
+    def _rounds_s(self) -> float:
+        """The fewest rounds of a confirmation."""
+        return self.plan.rules.min_rounds * self._confirm_candidates * self._usual_s
 
     @property
     def _confirm_candidates(self) -> int:

@@ -121,6 +121,18 @@ async def test_without_time_for_a_confirmation_nothing_is_better(tmp_path: Path)
     assert not found.better
 
 
+async def test_a_budget_without_room_for_a_confirmation_is_spent_whole_on_the_search(tmp_path: Path):
+    class Flat(FormulaTrials):
+        """Nothing is better than the current settings."""
+
+        def measurement(self, options: dict) -> Outcome:
+            return Measurement(speed=10.0, ttft_s=0.1, answer_s=1.0, memory=1 << 30)
+
+    trials = Flat(seconds=10.0)
+    await optimizer(trials, tmp_path, budget_s=120.0).run()
+    assert 100.0 < trials.now <= 120.0
+
+
 async def test_the_smallest_load_is_used_if_the_first_trial_hangs(tmp_path: Path):
     class Loaded(FormulaTrials):
         async def run_trial(self, job: TrialJob, limits: TrialLimits) -> Outcome:
