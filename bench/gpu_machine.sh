@@ -73,9 +73,12 @@ PY
 
 build() { # BUILD_FLAGS: those of the GPU
   local flags=${BUILD_FLAGS:--DGGML_CUDA=ON -DCMAKE_CUDA_ARCHITECTURES=90}
-  flags+=" -DLLAMA_BUILD_TOOLS=ON -DLLAMA_BUILD_SERVER=ON -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_OPENSSL=OFF"
+  flags+=" -DLLAMA_BUILD_TOOLS=ON -DLLAMA_BUILD_SERVER=ON -DLLAMA_TOOLS_INSTALL=ON -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_OPENSSL=OFF"
   flags+=" -DCMAKE_INSTALL_BINDIR=llama_cpp/lib -DCMAKE_INSTALL_LIBDIR=llama_cpp/lib"
-  CC=${CC:-gcc} CXX=${CXX:-g++} CMAKE_ARGS=$flags "$PYTHON" -m modelyard setup --build || return 1
+  # Not the CC and CXX of the environment: in an image of torch they may link libstdc++ statically, and such a library
+  # ends a process that has another libstdc++ when it reads a vocabulary.
+  export CC=${HOST_CC:-/usr/bin/gcc} CXX=${HOST_CXX:-/usr/bin/g++} CUDAHOSTCXX=${HOST_CXX:-/usr/bin/g++}
+  CMAKE_ARGS=$flags "$PYTHON" -m modelyard setup --build || return 1
   ls "$LIBRARY" | tr '\n' ' '
 }
 
@@ -99,7 +102,7 @@ await() { # STEP SECONDS
   cp "$WORK/$1.log" "$OUT/" 2>/dev/null
 }
 
-streams() { "$PYTHON" -m modelyard bench --gpu "$MODEL" --json --rounds "${ROUNDS:-2}" "$@" >"$OUT/streams.json"; show_streams; }
+streams() { "$PYTHON" -m modelyard bench --gpu "$MODEL" --json --rounds "${ROUNDS:-2}" "$@" >"$OUT/streams.json"; show_streams; }  # Ctrl-C and SIGINT keep what was measured
 show_streams() { "$PYTHON" - "$OUT/streams.json" <<'PY'
 import json, sys
 found = json.load(open(sys.argv[1]))

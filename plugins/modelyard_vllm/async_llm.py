@@ -38,8 +38,6 @@ T = TypeVar("T")
 
 # vLLM reads these when it is imported; the environment takes precedence.
 ENVIRONMENT_DEFAULTS = {
-    # On some new GPUs flashinfer's sampler is compiled for an architecture that an older toolkit does not know.
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",
     # A forked copy of a process with threads may wait forever for a lock that one of them held.
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     # Nothing leaves this machine.
@@ -84,19 +82,42 @@ def load_library() -> VllmLibrary:
     check_installed()
     for name, value in ENVIRONMENT_DEFAULTS.items():
         os.environ.setdefault(name, value)
-    vllm, sampling = import_module("vllm"), import_module("vllm.sampling_params")
+    client_error = find_name("vllm.exceptions:VLLMClientError", "vllm.exceptions:VLLMValidationError")
     return VllmLibrary(
-        AsyncLLM=import_module("vllm.v1.engine.async_llm").AsyncLLM,
-        AsyncEngineArgs=vllm.AsyncEngineArgs,
-        SamplingParams=vllm.SamplingParams,
-        StructuredOutputsParams=sampling.StructuredOutputsParams,
-        DELTA=sampling.RequestOutputKind.DELTA,
-        tokens_input=import_module("vllm.inputs").tokens_input,
-        TokensPrompt=vllm.TokensPrompt,
-        LoRARequest=import_module("vllm.lora.request").LoRARequest,
-        EngineDeadError=import_module("vllm.v1.engine.exceptions").EngineDeadError,
-        request_errors=(import_module("vllm.exceptions").VLLMClientError, ValueError),
+        AsyncLLM=require_name("vllm.v1.engine.async_llm:AsyncLLM", "vllm:AsyncLLM"),
+        AsyncEngineArgs=require_name("vllm:AsyncEngineArgs", "vllm.engine.arg_utils:AsyncEngineArgs"),
+        SamplingParams=require_name("vllm:SamplingParams", "vllm.sampling_params:SamplingParams"),
+        StructuredOutputsParams=require_name("vllm.sampling_params:StructuredOutputsParams"),
+        DELTA=require_name("vllm.sampling_params:RequestOutputKind").DELTA,
+        tokens_input=require_name("vllm.inputs:tokens_input", "vllm.inputs:token_inputs"),
+        TokensPrompt=require_name("vllm:TokensPrompt", "vllm.inputs:TokensPrompt"),
+        LoRARequest=require_name("vllm.lora.request:LoRARequest"),
+        EngineDeadError=require_name("vllm.v1.engine.exceptions:EngineDeadError"),
+        request_errors=(ValueError,) if client_error is None else (client_error, ValueError),
     )
+
+
+def find_name(*places: str) -> Any | None:
+    """What is at the first of these places that exists, each a `module:name`: vLLM moves and renames what it has."""
+    for module, _, name in (place.partition(":") for place in places):
+        try:
+            found = getattr(import_module(module), name, None)
+        except ModuleNotFoundError as error:
+            if not f"{module}.".startswith(f"{error.name}."):  # a library that vLLM needs
+                raise
+            continue
+        if found is not None:
+            return found
+    return None
+
+
+def require_name(*places: str) -> Any:
+    found = find_name(*places)
+    if found is None:
+        version = getattr(import_module("vllm"), "__version__", "of an unknown version")
+        wanted = " or ".join(place.replace(":", ".") for place in places)
+        raise MissingLibrary(f"vLLM {version} has no {wanted}, which the engine needs: 0.32 has it")
+    return found
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from msgspec import Struct
 
 from modelyard.engines.llama_cpp.binding import lib
 from modelyard.engines.llama_cpp.job import LlamaCppJob
+from modelyard.engines.llama_cpp.logit_columns import Rows
 from modelyard.engines.llama_cpp.sampler import BatchSampler
 
 IntArray = npt.NDArray[np.int32]
@@ -203,18 +204,39 @@ class DecodeBatch:
     def __init__(self, jobs: Mapping[int, LlamaCppJob]) -> None:
         self.by_sequence = jobs  # in order
         self.jobs = tuple(jobs.values())
-        # No job has a mask, a script or logprobs: its sampler's tokens are its output.
+        # No job has a mask, a script or logprobs: its sampler's tokens are its output. Few logits of some rows change
+        # before: biases, penalties, and end tokens that must not come yet.
         self.is_simple = all(job.is_simple for job in self.jobs)
         self.is_greedy = all(job.is_greedy for job in self.jobs)
         self.graph_sampler = next((job.graph_sampler for job in self.jobs), None)  # of all or none
         is_batched = self.is_simple and self.graph_sampler is None and all(job.sampler.is_batched for job in self.jobs)
-        self.sampler = BatchSampler([job.sampler for job in self.jobs]) if is_batched and self.jobs else None
+        is_batched = is_batched and not self.is_greedy and bool(self.jobs)
+        self.sampler = BatchSampler([job.sampler for job in self.jobs]) if is_batched else None
+        self._changed = [
+            (row, job, job.sampler.processor)
+            for row, job in enumerate(self.jobs)
+            if job.must_go_on or job.sampler.processor is not None
+        ]
         self._stop_ids = frozenset[int]().union(*(job.stop_ids for job in self.jobs))
         self._deadline = min((job.prompt.deadline or inf for job in self.jobs), default=inf)
         self.check_limits()
 
     def __len__(self) -> int:
         return len(self.jobs)
+
+    def change(self, rows: Rows) -> None:
+        """The logits of a step, before all of them are sampled together."""
+        for row, job, processor in self._changed:
+            if job.must_go_on:
+                job.forbid_ends(rows[row])
+            if processor is not None:
+                processor.change(rows[row])
+
+    def count(self, tokens: Sequence[int]) -> None:
+        """What was chosen: penalties look back at it."""
+        for row, _, processor in self._changed:
+            if processor is not None:
+                processor.count(tokens[row])
 
     def finishes_with(self, tokens: Sequence[int]) -> bool:
         """Whether these tokens, one per job, end a job."""

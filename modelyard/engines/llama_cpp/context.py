@@ -238,10 +238,14 @@ class LlamaContext:
         if (graph := batch.graph_sampler) is not None:
             return [graph.sample(sequence, row) for row, sequence in enumerate(batch.by_sequence)]
         rows = logits_rows(logits, len(batch), self._n_vocab)
-        if batch.is_greedy:
-            return best_tokens(rows)
-        if batch.sampler is not None:
-            return batch.sampler.sample(rows)
+        if batch.is_greedy or batch.sampler is not None:
+            batch.change(rows)
+            tokens = best_tokens(rows) if batch.sampler is None else batch.sampler.sample(rows)
+            batch.count(tokens)
+            return tokens
+        for row, job in enumerate(batch.jobs):
+            if job.must_go_on:
+                job.forbid_ends(rows[row])
         return [job.sampler.sample(self._raw, row, rows[row]) for row, job in enumerate(batch.jobs)]
 
     def _finish_each(self, batch: DecodeBatch, tokens: list[int] | None, *, launch: bool) -> None:

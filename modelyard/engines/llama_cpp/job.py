@@ -20,6 +20,7 @@ from modelyard.engines.in_process import Finish, InProcessJob
 from modelyard.engines.llama_cpp.grammar_mask import GrammarMask, TriggeredMask
 from modelyard.engines.llama_cpp.graph_sampler import GraphSampler
 from modelyard.engines.llama_cpp.kv_snapshot import KvSnapshot, StoredKv
+from modelyard.engines.llama_cpp.logit_columns import Row
 from modelyard.engines.llama_cpp.logits import token_logprob
 from modelyard.engines.llama_cpp.media import MediaChunk, MediaPrompt, Vectors
 from modelyard.engines.llama_cpp.media_tokens import count_positions
@@ -228,8 +229,8 @@ class LlamaCppJob(InProcessJob):
 
     @property
     def is_simple(self) -> bool:
-        """The sampler alone decides, on unchanged logits, and no logprobs are requested."""
-        is_sampled = self.mask is None and self.reasoning is None and self.scripted is None and not self._min_output
+        """The sampler alone decides, after few logits have changed, and no logprobs are requested."""
+        is_sampled = self.mask is None and self.reasoning is None and self.scripted is None
         return is_sampled and self.prompt.logprobs is None
 
     @property
@@ -239,7 +240,16 @@ class LlamaCppJob(InProcessJob):
     @property
     def lone_temperature(self) -> float | None:
         """The temperature, if nothing else decides and nobody needs the logits."""
-        return self.sampler.lone_temperature if self.is_simple and self.prompt.prompt_logprobs is None else None
+        is_lone = self.is_simple and not self._min_output and self.prompt.prompt_logprobs is None
+        return self.sampler.lone_temperature if is_lone else None
+
+    @property
+    def must_go_on(self) -> bool:
+        """Whether no end token may follow yet."""
+        return self.n_output < self._min_output
+
+    def forbid_ends(self, logits: Row) -> None:
+        logits[self._ends] = -np.inf
 
     def new_output(self) -> StepOutput:
         return StepOutput([], [] if self.prompt.logprobs is not None else None)
@@ -275,8 +285,8 @@ class LlamaCppJob(InProcessJob):
         if self.mask is None and not self._min_output:
             return self.sampler.sample(context, row)
         logits = self.sampler.logits(context, row)
-        if self.n_output < self._min_output:
-            logits[self._ends] = -np.inf
+        if self.must_go_on:
+            self.forbid_ends(logits)
         if self.mask is None:
             return self.sampler.sample(context, row, logits)
         return self.mask.sample(logits, partial(self.sampler.sample, context, row, logits))

@@ -91,11 +91,20 @@ class LogitProcessor:
     def applied(self, row: Row) -> Row:
         """A copy with the logits that the next token is chosen from."""
         row = row.copy()
+        self.change(row)
+        return row
+
+    def change(self, row: Row) -> None:
+        """For good: the row is not read again."""
         row[self._biased] += self._biases
         if self._penalties is not None:
             ids, logits = self._penalties.penalized(row)
             row[ids] = logits
-        return row
+
+    def count(self, token: int) -> None:
+        """It was chosen from such a row."""
+        if self._penalties is not None:
+            self._penalties.recent.append(token)
 
     def sample(self, row: Row, choose: Callable[[Row], int]) -> int:
         before = row[self._biased]

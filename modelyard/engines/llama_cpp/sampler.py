@@ -41,7 +41,7 @@ from modelyard.engines.llama_cpp.logit_columns import (
     columns_of,
     for_rows,
 )
-from modelyard.engines.llama_cpp.logits import logit_processor, logits_row
+from modelyard.engines.llama_cpp.logits import LogitProcessor, logit_processor, logits_row
 from modelyard.engines.llama_cpp.sampler_chain import (
     MIN_TEMPERATURE,
     DrySamplers,
@@ -102,13 +102,18 @@ class Sampler:
 
     @property
     def is_greedy(self) -> bool:
-        """It takes the best token of the unchanged logits."""
-        return self.kind == "greedy" and self._processor is None
+        """It takes the best token, of logits that `processor` has changed."""
+        return self.kind == "greedy"
 
     @property
     def is_batched(self) -> bool:
-        """It may sample together with those of other jobs: it alone decides, on the unchanged logits."""
-        return self.kind in ("top_k", "open") and self._processor is None
+        """It may sample together with those of other jobs, after `processor` has changed the logits."""
+        return self.kind != "chain"
+
+    @property
+    def processor(self) -> LogitProcessor | None:
+        """What changes the logits before; llama.cpp's chain does that itself."""
+        return None if self.kind == "chain" else self._processor
 
     @property
     def lone_temperature(self) -> float | None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import hashlib
+import importlib
 import json
 import math
 import os
@@ -223,6 +224,8 @@ def _stages(model: Path | None, owns_process: bool, *, gpu: bool) -> Iterator[St
 
 def _load_library(owns_process: bool) -> str | None:
     global _log_callback  # noqa: PLW0603
+    if owns_process:  # as in an engine's process: numpy brings the C++ runtime that one in the library may clash with
+        importlib.import_module("numpy")
     try:
         lib = libllama.load()
     except MissingLibrary as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -13,7 +14,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from modelyard.core.errors import InvalidRequest
+from modelyard.core.errors import InvalidRequest, ModelyardError
 from modelyard.http.server import loop_factory
 from modelyard_bench.gpu.servers import OURS, Server, open_servers
 from modelyard_bench.gpu.suite import Case, Results, Settings, measure
@@ -58,8 +59,10 @@ def read_settings(options: BenchOptions) -> Settings:
 async def _run(settings: Settings, models: Sequence[Path], err: Console) -> Results:
     results = Results()
 
+    began = time.monotonic()
+
     def say(line: str) -> None:
-        err.print(line, markup=False, highlight=False)
+        err.print(f"{time.monotonic() - began:4.0f} s  {line}", markup=False, highlight=False)
 
     async with AsyncExitStack() as stack:
         groups = await open_servers(stack, models, settings.slots, settings.window, say)
@@ -67,6 +70,10 @@ async def _run(settings: Settings, models: Sequence[Path], err: Console) -> Resu
             await measure(groups, settings, results, say)
         except asyncio.CancelledError:  # Ctrl-C: what was measured counts
             say("interrupted")
+        except ModelyardError as error:
+            if not results.rates:
+                raise
+            say(f"the run ends here: {error.message}")
     return results
 
 

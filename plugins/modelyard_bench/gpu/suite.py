@@ -216,25 +216,28 @@ async def measure(groups: Sequence[Sequence[Server]], settings: Settings, result
                         answers = await client.ask(prompts.many(width, _SHORT), settings.output_tokens, sampling)
                         results.add(case, client.server, rate(answers))
                     say(f"round {number + 1}: {case.name}: {_shown(results, case)}")
-            for client in ordered:
-                await _prefill(client, prompts, settings, results)
-                await _agents(client, prompts, settings, results)
-                say(f"round {number + 1}: prompts of {client.server.name}")
+            for client in ordered[::-1]:
+                for step in (_prefill, _agents):
+                    for case, value in (await step(client, prompts, settings)).items():
+                        results.add(case, client.server, value)
+                        say(f"round {number + 1}: {case.name}: {client.server.name} {value:,.4g} {case.unit}")
 
 
 def _shown(results: Results, case: Case) -> str:
     return ", ".join(f"{server} {found[-1]:,.0f}" for (each, server), found in results.rates.items() if each == case)
 
 
-async def _prefill(client: Client, prompts: Prompts, settings: Settings, results: Results) -> None:
+async def _prefill(client: Client, prompts: Prompts, settings: Settings) -> dict[Case, float]:
+    found = {}
     for count in (1, _FEW):
         if count <= settings.slots:
             answers = await client.ask(prompts.many(count, settings.prompt_tokens), 1, _GREEDY)
             case = Case(f"prefill, {count} prompt{'s' * (count > 1)} of {settings.prompt_tokens:,} tokens")
-            results.add(case, client.server, count * settings.prompt_tokens / first_tokens(answers)[-1])
+            found[case] = count * settings.prompt_tokens / first_tokens(answers)[-1]
+    return found
 
 
-async def _agents(client: Client, prompts: Prompts, settings: Settings, results: Results) -> None:
+async def _agents(client: Client, prompts: Prompts, settings: Settings) -> dict[Case, float]:
     slots, shared = settings.slots, prompts.ids(_SHARED)
     distinct = _SHARED + slots * _OWN
     parts = max(1, -(-distinct // settings.prompt_tokens))
@@ -242,10 +245,12 @@ async def _agents(client: Client, prompts: Prompts, settings: Settings, results:
     answers = await client.ask([[*shared, *prompts.ids(_OWN)] for _ in range(slots)], 8, _GREEDY)
     short = await client.ask(prompts.many(slots, _SHORT), 8, _GREEDY)
     agents, name = first_tokens(answers), f"{slots} agents, {_SHARED:,} shared + {_OWN} own"
-    for case, value in {
-        f"{name}: first token p50": median(agents),
-        f"{name}: last first token": agents[-1],
-        f"reading their {distinct:,} distinct tokens": first_tokens(once)[-1],
-        f"{slots} short requests after them: first token p50": median(first_tokens(short)),
-    }.items():
-        results.add(Case(case, "s", more_is_better=False), client.server, value)
+    return {
+        Case(case, "s", more_is_better=False): value
+        for case, value in {
+            f"{name}: first token p50": median(agents),
+            f"{name}: last first token": agents[-1],
+            f"reading their {distinct:,} distinct tokens": first_tokens(once)[-1],
+            f"{slots} short requests after them: first token p50": median(first_tokens(short)),
+        }.items()
+    }

@@ -24,6 +24,7 @@ from modelyard.engines.llama_cpp.batch import (
     step_target_s,
 )
 from modelyard.engines.llama_cpp.job import LlamaCppJob
+from modelyard.engines.llama_cpp.logit_columns import best_tokens
 from modelyard.engines.llama_cpp.sampler import Sampler
 from modelyard.engines.llama_cpp.sampler_chain import DrySamplers
 from modelyard.engines.llama_cpp.sequences import SequenceSlot
@@ -354,8 +355,9 @@ async def test_a_batch_is_simple_or_greedy_only_if_all_its_jobs_are(
         pytest.param([Sampling(), Sampling(temperature=0.5)], True, id="none limits its tokens"),
         pytest.param([Sampling(top_k=40), Sampling(min_p=0.1)], True, id="one samples alone"),
         pytest.param([Sampling(seed=1), Sampling(min_p=0.1)], True, id="one has a seed"),
-        pytest.param([Sampling(top_k=40), GREEDY], False, id="one is greedy"),
-        pytest.param([Sampling(top_k=40), Sampling(top_k=40, logit_bias={1: 2.0})], False, id="one has a bias"),
+        pytest.param([Sampling(top_k=40), GREEDY], True, id="one is greedy"),
+        pytest.param([Sampling(top_k=40), Sampling(top_k=40, logit_bias={1: 2.0})], True, id="one has a bias"),
+        pytest.param([Sampling(top_k=40), Sampling(mirostat=2)], False, id="one has a chain of llama.cpp's samplers"),
     ],
 )
 async def test_jobs_are_sampled_together_if_their_samplers_alone_decide(
@@ -363,3 +365,34 @@ async def test_jobs_are_sampled_together_if_their_samplers_alone_decide(
 ) -> None:
     found, _ = decode_batch(*(generating_job(sampling=sampling) for sampling in samplings))
     assert (found.sampler is not None) == together
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-6, 0.8])
+async def test_biases_penalties_and_forbidden_ends_count_for_jobs_that_are_sampled_together(temperature: float) -> None:
+    changes: list[dict[str, Any]] = [
+        {},
+        {"logit_bias": {7: 50.0, 8: -50.0}},
+        {"repetition_penalty": 100.0},
+        {"ignore_eos": True},
+        {"min_tokens": 2, "frequency_penalty": 40.0, "seed": 1},
+    ]
+    jobs = [
+        generating_job(sampling=Sampling(temperature=temperature, **change), max_tokens=30, stop_ids=(9,))
+        for change in changes
+    ]
+    found, _ = decode_batch(*jobs)
+    assert found.is_greedy == (temperature == 0)
+    seen = []
+    for _ in range(3):
+        rows = np.zeros((len(jobs), 256), np.float32)
+        rows[:, [9, 8, 3, 7]] = 40.0, 30.0, 25.0, 20.0
+        found.change(rows)
+        tokens = best_tokens(rows) if found.sampler is None else found.sampler.sample(rows)
+        found.count(tokens)
+        found.append(tokens)
+        seen.append(tokens)
+    plain, biased, penalized, endless, late = map(list, zip(*seen, strict=True))
+    assert (plain, biased) == ([9, 9, 9], [7, 7, 7])
+    assert penalized == [9, 8, 3], "each once it was chosen"
+    assert endless == [8, 8, 8], "never the end"
+    assert late == [8, 9, 3], "the end after two tokens, of which one was there"

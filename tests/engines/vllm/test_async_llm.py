@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,9 +14,11 @@ from modelyard.core.engine import Accepted, Chunk, End, Media, Prompt, TokenRun,
 from modelyard.core.errors import ENGINE_DIED, ContextOverflow, Internal, InvalidRequest, NotFound, Unavailable
 from modelyard.core.request import Constraint
 from modelyard.core.tokenizer import IdLogprob
-from modelyard_vllm.async_llm import AsyncLlmRunner, VllmJob
+from modelyard.plugins import MissingLibrary
+from modelyard_vllm.async_llm import AsyncLlmRunner, VllmJob, find_name, require_name
 from modelyard_vllm.errors import death_error, first_token_error, load_error, request_error
 from tests.engines.vllm.helpers import prompt as chat_prompt
+from tests.engines.vllm.helpers import use_fake_library
 
 # --- outputs as chunks ----------------------------------------------------------------------------------------------
 
@@ -178,3 +181,16 @@ def test_failed_load_is_explained_by_the_log_of_vllms_processes() -> None:
 def test_errors_of_another_kind_are_not_explained() -> None:
     missing = NotFound("the model is not here")
     assert vllm.explain(missing, ["ValueError: something"]) is missing
+
+
+# --- names of other versions ----------------------------------------------------------------------------------------
+
+
+def test_names_of_vllm_are_looked_up_in_several_places() -> None:
+    use_fake_library()
+    assert find_name("json:gone", "no_such_module.inner:x", "json:loads") is json.loads
+    assert find_name("json:gone", "json.no_such_module:x") is None
+    with pytest.raises(ModuleNotFoundError, match="a_library_of_vllm"):
+        find_name("tests.engines.vllm.needs_more:x")
+    with pytest.raises(MissingLibrary, match=r"vLLM .* has no vllm\.Gone or vllm\.moved\.Gone, which the engine needs"):
+        require_name("vllm:Gone", "vllm.moved:Gone")

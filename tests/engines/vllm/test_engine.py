@@ -66,9 +66,11 @@ async def test_vllm_engine_args_take_precedence() -> None:
 
 async def test_environment_defaults_do_not_override_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VLLM_USE_FLASHINFER_SAMPLER", raising=False)
+    monkeypatch.delenv("VLLM_NO_USAGE_STATS", raising=False)
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
     async with running():
-        assert os.environ["VLLM_USE_FLASHINFER_SAMPLER"] == "0"
+        assert os.environ["VLLM_NO_USAGE_STATS"] == "1"
+        assert "VLLM_USE_FLASHINFER_SAMPLER" not in os.environ, "vLLM decides"
         assert os.environ["VLLM_WORKER_MULTIPROC_METHOD"] == "fork"
 
 
