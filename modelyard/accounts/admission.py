@@ -13,23 +13,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from modelyard.accounts.usage import UsageLedger
 from modelyard.core.errors import KeyLimited, Overloaded, TooLarge
 
+if TYPE_CHECKING:
+    from modelyard.accounts.accounts import Accounts
+
 # A prompt of 1 MB that waits takes 5.7 MB: the body, its strings, the rendered text, and 40 bytes for each token.
 _COPIES = 6
 _RETRY_S = 2.0
-
-
-class SharedBudgets(Protocol):
-    """Holds budgets for several processes: `Accounts`."""
-
-    async def hold(
-        self, key: str, model: str, prompt: int, output: int, choices: int
-    ) -> tuple[int | None, tuple[int, int, float]]: ...
-    def end_hold(self, id: int) -> None: ...
 
 
 class Admission:
@@ -40,7 +34,7 @@ class Admission:
         self.ledger, self.clock, self.limit = ledger, clock, limit
         self.reserved: Counter[str] = Counter()
         self.total = self.freed = 0
-        self.shared: SharedBudgets | None = None
+        self.shared: Accounts | None = None
 
     def open(self, key: str) -> RequestReservation:
         return RequestReservation(self, key)

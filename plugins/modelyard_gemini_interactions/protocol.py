@@ -46,6 +46,7 @@ from modelyard.core.request import (
     ToolChoice,
     ToolResult,
 )
+from modelyard.protocols.common.extensions import Ignored, ignored_fields
 from modelyard.protocols.common.json import JsonObject, decode, dumps, encode
 from modelyard.protocols.common.sse import frame
 from modelyard.protocols.gemini import write_error
@@ -54,7 +55,6 @@ NAME = "gemini_interactions"
 PATHS = ("/v1beta/interactions", "/v1/interactions", "/v1alpha/interactions")
 _CUT: tuple[StopReason, ...] = ("max_tokens", "window", "repetition", "content_filter")
 _CHOICES = {"auto": "auto", "validated": "auto", "any": "required", "none": "none"}
-_IGNORED = ("labels", "safety_settings", "service_tier", "webhook_config", "cached_content", "environment")
 
 __all__ = ["NAME", "PATHS", "read_request", "write_error", "write_reply", "writer"]
 
@@ -83,12 +83,12 @@ class InteractionBody(Struct):
     store: bool | None = None
     stream: bool | None = None
     background: bool | None = None
-    labels: Any = None
-    safety_settings: Any = None
-    service_tier: Any = None
-    webhook_config: Any = None
-    cached_content: Any = None
-    environment: Any = None
+    labels: Ignored = None
+    safety_settings: Ignored = None
+    service_tier: Ignored = None
+    webhook_config: Ignored = None
+    cached_content: Ignored = None
+    environment: Ignored = None
 
 
 _decoder = msgspec.json.Decoder(InteractionBody)
@@ -128,7 +128,7 @@ def read_request(body: bytes, headers: Mapping[str, str]) -> Request:
         previous=parsed.previous_interaction_id,
         store=parsed.store,
         background=bool(parsed.background),
-        warnings=tuple(f"field_ignored: {name}" for name in _IGNORED if getattr(parsed, name) is not None),
+        warnings=tuple(ignored_fields(parsed)),
     )
 
 
