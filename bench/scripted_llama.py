@@ -17,12 +17,12 @@ from unittest.mock import patch
 
 from modelyard.core.engine import EngineSpec
 from modelyard.core.tokenizer import Tokenizer
-from modelyard.engines.fake.answers import OutputEncoder
-from modelyard.engines.fake.script import PromptView, Script, ScriptRule
 from modelyard.engines.llama_cpp import engine as llama_cpp
 from modelyard.engines.llama_cpp.job import LlamaCppJob
 from modelyard.library.model_files import locate_model_file
 from modelyard.tokenizer.gguf import GgufTokenizer
+from modelyard_fake.answers import OutputEncoder
+from modelyard_fake.script import PromptView, Script, ScriptRule
 
 _PROMPT_TAIL = 2  # tokens: the end of a turn's opening
 

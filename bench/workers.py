@@ -22,12 +22,13 @@ import psutil
 import uvloop
 from msgspec.structs import replace
 
+import modelyard_fake as fake
 from bench.prepared_load import COUNTER, LoadJob
 from bench.servers import modelyard_server
 from modelyard.core.engine import CacheInfo, End, EngineInfo, EngineSpec, EngineStats, Prompt, TokenRun, Tokens
 from modelyard.core.pool import LeaseRequest
 from modelyard.core.request import Sampling
-from modelyard.engines import fake, llama_cpp
+from modelyard.engines import llama_cpp
 from modelyard.engines.generation_queue import GenerationQueue
 from modelyard.library.default_model import fetch
 from modelyard.scheduler.scheduler import Scheduler

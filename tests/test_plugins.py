@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import modelyard
+import modelyard_fake
 from modelyard import plugins
 
 
@@ -80,7 +81,7 @@ def test_a_missing_module_of_modelyard_is_not_reported_as_a_library(gadgets: Pat
 
 
 def test_shipped_engines_and_protocols_are_found():
-    assert "fake" in plugins.names("engines")
+    assert {"llama_cpp", "fake"} <= set(plugins.names("engines"))
     assert {"anthropic_messages", "openai_chat", "openai_responses"} <= set(plugins.names("protocols"))
 
 
@@ -96,7 +97,11 @@ def outside(monkeypatch: pytest.MonkeyPatch, name: str, *values: str) -> None:
 @pytest.mark.parametrize(
     ("name", "values", "reason"),
     [
-        ("fake", ["mine:ENGINE"], "'fake' is defined by modelyard and by mine:ENGINE: uninstall one of them"),
+        (
+            "llama_server",
+            ["mine:ENGINE"],
+            "'llama_server' is defined by modelyard and by mine:ENGINE: uninstall one of them",
+        ),
         ("new", ["mine:ENGINE", "yours:ENGINE"], "'new' is defined by mine:ENGINE and by yours:ENGINE"),
         (
             "new",
@@ -118,5 +123,5 @@ def test_a_plugin_that_cannot_be_used_is_reported_by_name(
 
 
 def test_an_engine_of_another_package_is_loaded_like_those_of_the_tree(monkeypatch: pytest.MonkeyPatch):
-    outside(monkeypatch, "new", "modelyard.engines.fake:ENGINE")
-    assert plugins.engine("new") is plugins.engine("fake")
+    outside(monkeypatch, "new", "modelyard_fake:ENGINE")
+    assert plugins.engine("new") is modelyard_fake.ENGINE

@@ -21,10 +21,10 @@ from bench.reuse import (
 )
 from bench.reuse_sessions import SESSIONS, write_files
 from modelyard.config.load import load_config
-from modelyard.engines.fake.script import ScriptRule
 from modelyard.launch.agents import AGENTS
 from modelyard.library import default_model
 from modelyard.library.gguf import read_contents
+from modelyard_fake.script import ScriptRule
 
 OURS = (Turn("a", 100, 0, 10), Turn("b", 50, 0, 5), Turn("a", 130, 108), Turn("b", 70, 55))
 

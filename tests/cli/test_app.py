@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from rich.console import Console
 from typer.testing import CliRunner
 
-import modelyard.engines.fake
+import modelyard_fake
 from modelyard import __version__
 from modelyard.cli import app, console
 from modelyard.config.load import load_config
@@ -424,7 +424,7 @@ def test_several_gateways_share_a_scheduler_if_weights_or_limits_are_shared(monk
         Path(DEMO[1]), env={}, overrides={"keys": [{"name": "k", "key": "x" * 20, "max_concurrent": 1}]}
     )
     assert needs_scheduler(limited.config)
-    fake = modelyard.engines.fake
+    fake = modelyard_fake
     monkeypatch.setattr(fake, "ENGINE", replace(fake.ENGINE, holds_weights=True))
     assert needs_scheduler(demo)
 

@@ -17,13 +17,13 @@ import msgspec
 
 from modelyard.core.errors import Unavailable
 from modelyard.core.request import Caller, Image, Part, Request, Text, Thinking, ToolCall, ToolResult
-from modelyard.engines.fake import engine as fake_engine
-from modelyard.engines.fake.script import Script, ScriptRule
 from modelyard.gateway.gateway import Gateway
 from modelyard.gateway.prepared_request import PreparedRequest
 from modelyard.launch.agents import get_agent
 from modelyard.launch.launch import TargetServer
 from modelyard.launch.plan import LaunchTarget, write_files
+from modelyard_fake import engine as fake_engine
+from modelyard_fake.script import Script, ScriptRule
 from tests.e2e.helpers import wait_until
 from tests.live_server import LiveServer, live_server
 

@@ -12,8 +12,8 @@ import httpx
 import pytest
 
 from modelyard.core.errors import Kind
-from modelyard.engines.fake import Options
-from modelyard.engines.fake.script import ScriptStep
+from modelyard_fake import Options
+from modelyard_fake.script import ScriptStep
 from tests.docs.pages import DOCS, blocks
 from tests.live_server import live_server
 

@@ -18,7 +18,7 @@ import psutil
 import pytest
 import tomlkit
 
-from modelyard.engines import fake
+import modelyard_fake as fake
 from modelyard.processes.sandbox import MAX_CHILDREN
 from tests.cli_process import ServerProcess, serve
 from tests.e2e.helpers import config, raw_request, wait_until

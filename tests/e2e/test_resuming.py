@@ -34,7 +34,7 @@ def data_of(tmp_path: Path) -> dict[str, str]:
 DYING = """
 import os
 from msgspec.structs import replace
-from modelyard.engines import fake
+import modelyard_fake as fake
 
 def create(spec):
     if os.path.exists(os.environ["DEADLY"]):

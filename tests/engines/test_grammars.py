@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 from llguidance import LLTokenizer
 
+import modelyard_fake as fake
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.request import Constraint
-from modelyard.engines import fake
 from modelyard.engines.grammars import Grammars
 
 DIGIT = Constraint("regex", "[0-9]")

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+import modelyard_fake as fake
 from modelyard.core import errors
 from modelyard.core.errors import ModelyardError
-from modelyard.engines import fake
 from modelyard.workers import messages as msg
 from modelyard.workers.transport import DealerSocket
 from tests.fuzz.explore import DEADLINE_S, Finding, Target

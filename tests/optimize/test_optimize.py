@@ -20,9 +20,9 @@ from rich.console import Console
 from modelyard.config.load import load_config
 from modelyard.core.errors import Conflict, InvalidRequest, NotFound, Unavailable
 from modelyard.core.knobs import Knob
-from modelyard.engines.fake import knobs
 from modelyard.http.admin.routes import tuning_runs
 from modelyard_bench.statistics import Interval
+from modelyard_fake import knobs
 from modelyard_optimize import optimize as optimize_module
 from modelyard_optimize.optimize import (
     OptimizeOptions,

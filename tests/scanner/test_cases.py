@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-import modelyard.engines.fake
+import modelyard_fake
 from modelyard.core.tokenizer import Piece
 from modelyard.scanner.formats import load, names
 from modelyard.tokenizer.huggingface import HuggingFaceTokenizer
@@ -28,7 +28,7 @@ CASES: dict[str, list[Case]] = {
     path.stem: tomllib.loads(path.read_text())["case"]
     for path in sorted((Path(__file__).parent / "cases").glob("*.toml"))
 }
-SHIPPED = Path(modelyard.engines.fake.__file__).parent / "tokenizer"
+SHIPPED = Path(modelyard_fake.__file__).parent / "tokenizer"
 SPOKEN_BY_THE_FAKE_ENGINE = ("hermes", "harmony", "qwen3_coder", "think")
 
 every_format = pytest.mark.parametrize("format", CASES)

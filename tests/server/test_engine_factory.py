@@ -14,7 +14,6 @@ from modelyard.config.settings import Config
 from modelyard.core.engine import AvailableMemory, EngineSpec
 from modelyard.core.errors import InvalidRequest, Unavailable
 from modelyard.engines import llama_cpp
-from modelyard.engines.fake.engine import FakeTextEngine
 from modelyard.library.progress import ProgressReporter
 from modelyard.router.settings import CacheSettings
 from modelyard.server.engine_factory import (
@@ -28,6 +27,7 @@ from modelyard.server.engine_factory import (
 )
 from modelyard.server.memory_estimate import estimate_engine
 from modelyard.workers.process_engine import ProcessTextEngine
+from modelyard_fake.engine import FakeTextEngine
 from tests.live_server import demo_config
 from tests.server.test_admin_service import config_with_reply, reloadable_server
 

@@ -11,12 +11,12 @@ from modelyard.config.load import load_config
 from modelyard.config.problems import ConfigError, ConfigProblem
 from modelyard.config.settings import LoadedConfig
 from modelyard.core.engine import MemoryEstimate
-from modelyard.engines.fake.script import FakeOptions, tokenizer_path
 from modelyard.library.model_files import LibraryEntry, put_entry
 from modelyard.plugins import MissingLibrary
 from modelyard.server.memory_estimate import ModelMemory
 from modelyard.server.model_check import check_models
 from modelyard.telemetry.system import GpuMemory, MachineMemory
+from modelyard_fake.script import FakeOptions, tokenizer_path
 from tests.engines.llama_cpp import tiny_models
 from tests.library.files import write_gguf
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
+import modelyard_fake as fake
 from modelyard.core.engine import CacheInfo, EngineSpec, Prompt, TokenRun
-from modelyard.engines import fake
 from modelyard.workers.client import WorkerSession, remote_engine
 from modelyard.workers.definitions import define, message_spec, not_defined
 from modelyard.workers.messages import LinkMessage, OpenEngine, decode_for_client, encode

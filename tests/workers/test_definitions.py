@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
+import modelyard_fake as fake
 from modelyard import plugins
 from modelyard.core.engine import CacheInfo, Control, EngineSpec
 from modelyard.core.errors import InvalidRequest, NotFound, Unsupported
-from modelyard.engines import fake, llama_server
+from modelyard.engines import llama_server
 from modelyard.workers.definitions import (
     FixedDefinitions,
     engine_spec,

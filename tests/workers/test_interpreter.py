@@ -13,10 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+import modelyard_fake as fake
 from modelyard import plugins
 from modelyard.core.engine import CacheInfo, EngineSpec
 from modelyard.core.errors import InvalidRequest
-from modelyard.engines import fake
 from modelyard.workers import interpreter
 from modelyard.workers.process_engine import ProcessTextEngine, create_process_engine
 from modelyard.workers.transport import HeartbeatConfig
@@ -112,7 +112,9 @@ def test_another_environment_gets_links_to_this_package_and_its_engines_only(tmp
     first, mine = env["PYTHONPATH"].split(os.pathsep)
     assert (mine, env["HOME"]) == ("/mine", "/me")
     linked = {each.name for each in Path(first).iterdir() if each.is_symlink()}
-    assert linked == {"modelyard", "modelyard_ct2", "modelyard_exllamav3", "modelyard_litellm", "modelyard_vllm"}
+    assert linked == {
+        *("modelyard", "modelyard_ct2", "modelyard_exllamav3", "modelyard_fake", "modelyard_litellm", "modelyard_vllm")
+    }
     found = {point.name for point in next(iter(distributions(path=[first]))).entry_points}
     assert found == set(plugins.outside("engines"))
 

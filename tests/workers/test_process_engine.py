@@ -19,9 +19,10 @@ import psutil
 import pytest
 from msgspec.structs import replace
 
+import modelyard_fake as fake
 from modelyard.core.engine import CacheInfo, EmbeddingEngine, EngineSpec, Tokens
 from modelyard.core.errors import ModelyardError, Unavailable
-from modelyard.engines import fake, llama_cpp
+from modelyard.engines import llama_cpp
 from modelyard.processes.child_process import ChildProcess
 from modelyard.workers.definitions import define, engine_spec, message_spec, read_definition, write_definition
 from modelyard.workers.messages import OpenEngine

@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+import modelyard_fake as fake
 from modelyard.core.engine import CacheInfo, EngineSpec, Tokens
 from modelyard.core.errors import InvalidRequest, Unavailable
 from modelyard.core.pool import LeaseRequest
-from modelyard.engines import fake, llama_cpp
+from modelyard.engines import llama_cpp
 from modelyard.scheduler.scheduler import Scheduler
 from modelyard.store import MemoryStore
 from modelyard.workers.remote_pool import RemotePool

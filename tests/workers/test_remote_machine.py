@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
+import modelyard_fake as fake
 from modelyard.core.engine import CacheInfo, EngineSpec, Tokens
 from modelyard.core.errors import Unavailable
 from modelyard.core.pool import LeaseRequest
-from modelyard.engines import fake
 from modelyard.workers.remote_pool import RemotePool
 from modelyard.workers.transport import HeartbeatConfig
 from tests.engines.reading import end, read

@@ -15,12 +15,11 @@ import httpx
 import pytest
 from msgspec.structs import replace
 
+import modelyard_fake as fake
 from modelyard.config.load import load_config
 from modelyard.core.engine import CacheInfo, Control, EngineInfo, EngineSpec, TextEngine, Tokens
 from modelyard.core.errors import Cancelled, Conflict, InvalidRequest, NotFound, RateLimited, Unavailable
 from modelyard.core.pool import KeyLimits, LeaseRequest
-from modelyard.engines import fake
-from modelyard.engines.fake.engine import FakeTextEngine
 from modelyard.object_store import SqliteObjectStore
 from modelyard.scheduler.scheduler import Scheduler
 from modelyard.server.app import compose
@@ -49,6 +48,7 @@ from modelyard.workers.scheduler_server import SchedulerServer, run_store_operat
 from modelyard.workers.transport import DealerSocket, HeartbeatConfig, PeerDisconnected, RouterSocket
 from modelyard.workers.worker import HostedEngine, Worker
 from modelyard.workers.worker_pool import WorkerPool, create_worker_engine
+from modelyard_fake.engine import FakeTextEngine
 from tests.engines.reading import end, ids, read
 from tests.engines.reading import until as read_until
 from tests.live_server import demo_config

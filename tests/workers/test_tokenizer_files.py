@@ -11,8 +11,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+import modelyard_fake as fake
 from modelyard.core.errors import Unavailable, Unsupported
-from modelyard.engines import fake
 from modelyard.tokenizer import open_tokenizer
 from modelyard.workers.tokenizer_files import cached_tokenizers, read_tokenizer_files, store_tokenizer, tokenizer_hash
 from tests import cli_process

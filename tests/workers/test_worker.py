@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import modelyard_fake as fake
 from modelyard.core.engine import (
     CacheInfo,
     Control,
@@ -27,8 +28,7 @@ from modelyard.core.errors import Conflict, InvalidRequest, ModelyardError, NotF
 from modelyard.core.events import Failed, collect_reply
 from modelyard.core.request import EmbeddingRequest, Request, RerankRequest, Text
 from modelyard.core.request import Message as Turn
-from modelyard.engines import fake, openai_remote
-from modelyard.engines.fake.engine import FakeChatEngine
+from modelyard.engines import openai_remote
 from modelyard.telemetry.log import TextFormatter
 from modelyard.telemetry.request_capture import MemoryCaptureSink, current_capture
 from modelyard.workers.client import RemoteChatEngine, WorkerSession, remote_engine
@@ -54,6 +54,7 @@ from modelyard.workers.messages import (
 )
 from modelyard.workers.transport import generate_keys
 from modelyard.workers.worker import LogForwarder, Worker, WorkerRequest
+from modelyard_fake.engine import FakeChatEngine
 from tests.engines.fake_upstream import Answer, chat_stream, error_answer, fake_upstream
 from tests.engines.reading import end, ids, read
 from tests.engines.reading import until as read_until

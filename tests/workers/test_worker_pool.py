@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+import modelyard_fake as fake
 from modelyard.core.engine import AvailableMemory, CacheInfo, EngineSpec, MemoryEstimate, Node
 from modelyard.core.errors import Unavailable
-from modelyard.engines import fake
 from modelyard.scheduler.memory_planner import MemoryPlanner
 from modelyard.scheduler.scheduler import Scheduler
 from modelyard.store import MemoryStore

@@ -8,8 +8,9 @@ from typing import Any, Protocol, cast
 
 import pytest
 
+import modelyard_fake as fake
 from modelyard.core.engine import CacheInfo, ChatEngine, EngineSpec
-from modelyard.engines import fake, openai_remote
+from modelyard.engines import openai_remote
 from modelyard.engines.openai_remote import ApiKind
 from tests.engines.llama_server import helpers as llama_helpers
 from tests.engines.vllm_serve import helpers as vllm_helpers

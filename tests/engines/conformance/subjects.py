@@ -11,11 +11,11 @@ from typing import Any, cast
 import pytest
 from msgspec.structs import replace
 
+import modelyard_fake as fake
 from modelyard import plugins
 from modelyard.core.engine import CacheInfo, Capabilities, EngineInfo, EngineSpec, Prompt, TextEngine, TokenRun
 from modelyard.core.request import Sampling
 from modelyard.core.tokenizer import Tokenizer
-from modelyard.engines import fake
 from modelyard.workers.process_engine import create_process_engine
 from modelyard.workers.transport import HeartbeatConfig
 from tests.engines.ct2 import helpers as ct2_helpers

@@ -16,10 +16,10 @@ from shutil import copyfile
 from typing import Any
 
 import modelyard_exllamav3 as exllamav3
+import modelyard_fake as fake
 from modelyard.core.engine import CacheInfo, Chunk, EngineSpec, Prompt, TokenRun
 from modelyard.core.request import Sampling
 from modelyard.core.tokenizer import Tokenizer
-from modelyard.engines import fake
 from modelyard.tokenizer.huggingface import HuggingFaceTokenizer
 from modelyard_exllamav3 import engine as model
 from modelyard_exllamav3.engine import ExllamaEngine

@@ -3,11 +3,11 @@
 from functools import cache
 from typing import Any
 
+import modelyard_fake as fake
 from modelyard.core.engine import CacheInfo, Chunk, EngineSpec, Prompt, TokenRun
 from modelyard.core.tokenizer import Tokenizer
-from modelyard.engines import fake
-from modelyard.engines.fake.engine import FakeChatEngine, FakeTextEngine
 from modelyard.tokenizer.huggingface import HuggingFaceTokenizer
+from modelyard_fake.engine import FakeChatEngine, FakeTextEngine
 from tests.engines.reading import ids, read
 
 WEATHER = (

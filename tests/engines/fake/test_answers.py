@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from modelyard.core.engine import End
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.request import Constraint
-from modelyard.engines.fake.answers import OutputEncoder, regex_sample, schema_instance
-from modelyard.engines.fake.script import ScriptStep
+from modelyard_fake.answers import OutputEncoder, regex_sample, schema_instance
+from modelyard_fake.script import ScriptStep
 from tests.engines.fake.helpers import WEATHER, answer, chatml, prompt, text_engine, tokenizer
 from tests.engines.reading import ids, read
 

@@ -26,7 +26,7 @@ from modelyard.core.engine import (
     Tokens,
 )
 from modelyard.core.errors import ContextOverflow, Internal, NotFound, Timeout, Unavailable
-from modelyard.engines.fake.engine import PrefixCache, common_prefix, fake_logprob, unit_vector
+from modelyard_fake.engine import PrefixCache, common_prefix, fake_logprob, unit_vector
 from tests.engines.fake.helpers import chatml, output_text, prompt, text_engine, tokenizer
 from tests.engines.reading import end, ids, read, until
 

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+import modelyard_fake as fake
 from modelyard import plugins
 from modelyard.core.engine import AvailableMemory
-from modelyard.engines import fake
 from tests.engines.fake.helpers import spec, tokenizer
 
 SPECIALS = (

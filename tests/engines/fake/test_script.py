@@ -8,8 +8,8 @@ from pydantic import ValidationError
 
 from modelyard.core.errors import Overloaded, Unavailable
 from modelyard.core.request import Message, Request, Text, Thinking, Tool, ToolCall, ToolResult
-from modelyard.engines.fake import Options
-from modelyard.engines.fake.script import PromptView, RequestView, Script, ScriptRule, ScriptStep, find_tools, unroll
+from modelyard_fake import Options
+from modelyard_fake.script import PromptView, RequestView, Script, ScriptRule, ScriptStep, find_tools, unroll
 from tests.engines.fake.helpers import WEATHER, answer, chatml, tokenizer
 
 

@@ -16,11 +16,11 @@ from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.engine.exceptions import EngineDeadError
 
+import modelyard_fake as fake
 from modelyard.core.engine import Accepted, CacheInfo, Chunk, End, EngineSpec, Prompt, TokenRun, Tokens
 from modelyard.core.request import Constraint
 from modelyard.core.tokenizer import IdLogprob
-from modelyard.engines import fake
-from modelyard.engines.fake.engine import FakeTextEngine
+from modelyard_fake.engine import FakeTextEngine
 
 EOS = 2
 FOREVER_S = 3600.0

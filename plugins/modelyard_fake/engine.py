@@ -55,8 +55,10 @@ from modelyard.core.errors import (
 from modelyard.core.events import BlockKind, Event, StopReason, Timings, Usage
 from modelyard.core.request import Constraint, Request, Sampling
 from modelyard.core.tokenizer import IdLogprob, Tokenizer
-from modelyard.engines.fake.answers import OutputEncoder, constrained_answer, demo_answer
-from modelyard.engines.fake.script import (
+from modelyard.engines.generation_queue import GenerationQueue
+from modelyard.tokenizer.huggingface import HuggingFaceTokenizer
+from modelyard_fake.answers import OutputEncoder, constrained_answer, demo_answer
+from modelyard_fake.script import (
     ConversationView,
     FakeOptions,
     PromptView,
@@ -67,8 +69,6 @@ from modelyard.engines.fake.script import (
     tokenizer_path,
     unroll,
 )
-from modelyard.engines.generation_queue import GenerationQueue
-from modelyard.tokenizer.huggingface import HuggingFaceTokenizer
 
 log = logging.getLogger(__name__)
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from modelyard.core.engine import AvailableMemory, Engine, EnginePlugin, EngineSpec, MemoryEstimate
-from modelyard.engines.fake.engine import CAPABILITIES as CAPABILITIES
-from modelyard.engines.fake.engine import FakeChatEngine, FakeTextEngine
-from modelyard.engines.fake.script import LIVE_OVERRIDES as LIVE_OVERRIDES
-from modelyard.engines.fake.script import FakeOptions
-from modelyard.engines.fake.script import tokenizer_path as tokenizer_path
+from modelyard_fake.engine import CAPABILITIES as CAPABILITIES
+from modelyard_fake.engine import FakeChatEngine, FakeTextEngine
+from modelyard_fake.script import LIVE_OVERRIDES as LIVE_OVERRIDES
+from modelyard_fake.script import FakeOptions
+from modelyard_fake.script import tokenizer_path as tokenizer_path
 
 Options = FakeOptions
 

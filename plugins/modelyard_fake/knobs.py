@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from modelyard.core.engine import AvailableMemory, EngineSpec
 from modelyard.core.knobs import Goal, Knob, Setting, Value
-from modelyard.engines.fake.script import FakeOptions
+from modelyard_fake.script import FakeOptions
 
 _INSTANT = 1_000_000.0
 

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.request import Constraint
 from modelyard.core.tokenizer import Tokenizer
-from modelyard.engines.fake.script import ConversationView, ScriptCall, ScriptStep, unroll
+from modelyard_fake.script import ConversationView, ScriptCall, ScriptStep, unroll
 
 Steps = tuple[ScriptStep, ...]
 Schema = dict[Any, Any]
