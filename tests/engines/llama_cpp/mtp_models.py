@@ -16,6 +16,7 @@ from typing import Literal
 import numpy as np
 
 from modelyard.library.cache_dir import cache_dir
+from modelyard.library.llama_cpp_package import library_folder
 from tests.engines.llama_cpp import architectures
 
 NAME = "qwen35-mtp"
@@ -31,7 +32,8 @@ def following(token: int) -> int:
 def agreeing_model(looks_at: Literal["hidden", "token"] = "hidden", *, sharp: bool = True, name: str = NAME) -> Path:
     """Without `sharp` what follows is a distribution over many tokens. Of another architecture it has no head."""
     version = hashlib.sha256(Path(__file__).read_bytes() + Path(architectures.__file__).read_bytes()).hexdigest()[:12]
-    path = cache_dir() / "test-models" / f"agreeing-{name}-{looks_at}-{sharp}-{version}.gguf"
+    library = library_folder().name
+    path = cache_dir() / "test-models" / f"agreeing-{name}-{looks_at}-{sharp}-{version}-{library}.gguf"
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(".partial")

@@ -22,6 +22,7 @@ from modelyard.engines.llama_cpp.engine import LlamaCppEngine
 from modelyard.engines.llama_cpp.mtp import MtpDrafter, computed_order
 from modelyard.engines.llama_cpp.speculation import DraftCost
 from tests.engines.llama_cpp.architectures import draft_file, model
+from tests.engines.llama_cpp.exact_models import write
 from tests.engines.llama_cpp.helpers import id_prompt, running
 from tests.engines.llama_cpp.mtp_models import WIDTH, agreeing_draft, agreeing_model, distribution, following
 from tests.engines.reading import accepted, ids, read, until
@@ -275,6 +276,56 @@ async def test_what_waits_too_long_is_forgotten_and_drafts_go_on(monkeypatch: py
         assert await answer(engine, text, 40) == chain(text[-1], 40)
         stats = engine.stats()
     assert stats.accepted_tokens == stats.guessed_tokens > 20
+
+
+@pytest.mark.usefixtures("copies")
+async def test_two_caches_share_prefixes_and_answer_as_without_drafts() -> None:
+    """A sequence of one cache is copied into the other; both draft in one batch."""
+    found = []
+    for speculation in ("mtp", "off"):
+        options: dict[str, Any] = {"speculation": speculation, "draft_p_min": 0.0, "share_across_caches": True}
+        caches = {"main": CacheInfo(512, 2), "fast": CacheInfo(512, 1)}
+        async with running(caches, path=str(model("qwen35-mtp")), **options) as engine:
+            first = await answer(engine, TEXT, 16)
+            texts = [[*TEXT, *first, 40 + n] for n in range(3)]
+            names = ("fast", "main", "main")
+            jobs = [answer(engine, text, 20, cache=name) for text, name in zip(texts, names, strict=True)]
+            found.append([first, *await asyncio.gather(*jobs)])
+            stats = engine.stats()
+        assert (stats.guessed_tokens > 60) == (speculation == "mtp")
+        assert stats.reused_tokens + stats.copied_tokens
+    assert alike(found[0], found[1])
+
+
+async def test_streams_of_several_lora_adapters_answer_as_without_drafts(tmp_path: Path) -> None:
+    """A step has the streams of one adapter; the head knows no adapters."""
+    adapters = {}
+    for n in range(2):
+        random, tensor = np.random.default_rng(n), "blk.1.attn_output.weight"
+        tensors = {
+            f"{tensor}.lora_{side}": random.normal(0, 0.5, shape).astype(np.float32)
+            for side, shape in (("a", (4, 64)), ("b", (64, 4)))
+        }
+        facts = {"general.type": "adapter", "general.architecture": "qwen35", "adapter.type": "lora"}
+        adapters[f"a{n}"] = str(tmp_path / f"{n}.gguf")
+        write(Path(adapters[f"a{n}"]), {**facts, "adapter.lora.alpha": 4.0}, tensors)
+    sets: list[tuple[tuple[str, float], ...]] = [(), (("a0", 1.0),), (("a1", 0.5),)]
+    found = []
+    for speculation in ("mtp", "off"):
+        async with opened(model("qwen35-mtp"), speculation=speculation, lora=adapters) as engine:
+            first = await asyncio.gather(*(answer(engine, TEXT, 20, adapters=each) for each in sets))
+            again = [
+                await answer(engine, [*TEXT, *ids, 7], 12, adapters=each) for ids, each in zip(first, sets, strict=True)
+            ]
+            found.append([*first, *again])
+            assert (engine.stats().guessed_tokens > 60) == (speculation == "mtp")
+    assert alike(found[0], found[1])
+    assert found[0][0] != found[0][1]
+
+
+def alike(found: list[list[int]], expected: list[list[int]]) -> bool:
+    """Of a random model two tokens may be equally likely: then a text goes on otherwise."""
+    return sum(a == b for a, b in zip(found, expected, strict=True)) >= len(found) - 1
 
 
 # --- sampling ---------------------------------------------------------------------------------------------------------
