@@ -157,7 +157,7 @@ class KvStore:
             return replace(snapshot, adapter_versions=self._adapters.versions(snapshot.adapters))
 
         snapshot = await run_on_thread(export)
-        origin, stem = self._origins[cache.name], _named(scope, name)
+        origin, stem = self._origins[cache.name], file_stem(scope, name)
         file = await asyncio.to_thread(self._folder.write, origin, snapshot, stem)
         if file is None:
             raise Unavailable(f"slot {number} was not saved: the log of the server says why", code="kv_not_saved")
@@ -167,7 +167,7 @@ class KvStore:
         self, cache: SequenceManager, number: int, scope: str, name: str, run_on_thread: RunOnThread
     ) -> MovedKv:
         """What the sequence held is lost; what it had saved stays."""
-        file = self._folder.folder / f"{_named(scope, name)}.kv"
+        file = self._folder.folder / f"{file_stem(scope, name)}.kv"
         if not await asyncio.to_thread(file.is_file):
             raise NotFound(f"no slot was saved as {name[:200]!r}", code="no_such_file")
         snapshot = await asyncio.to_thread(self._read, cache, file)
@@ -349,7 +349,7 @@ def _delete_oldest(files: Iterator[Path], room: int) -> None:
             file.unlink(missing_ok=True)
 
 
-def _named(scope: str, name: str) -> str:
+def file_stem(scope: str, name: str) -> str:
     """Of a file that a client names: others cannot name it."""
     return f"{_NAMED}{_digest(scope)}-{_digest(name)}"
 

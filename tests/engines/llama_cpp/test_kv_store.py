@@ -576,3 +576,19 @@ async def test_a_stored_file_that_is_gone_costs_the_reading_of_the_prompt_only(
 def _where(engine: LlamaCppEngine) -> list[str]:
     tree = engine.stats().caches["main"].prefixes
     return sorted("live" if leaf.id is not None else "stored" if leaf.stored else "parked" for leaf in tree)
+
+
+def test_the_files_that_a_client_names_are_its_own_and_leave_room_for_those_of_others(tmp_path: Path) -> None:
+    where = snapshot_folder(tmp_path, limit=16_000)
+    names = [kv_store.file_stem("ann", str(number)) for number in range(9)]
+    bobs = where.write(ORIGIN, snapshot(size=1000), kv_store.file_stem("bob", "1"))
+    kept = write(where, size=1000)
+    made = [where.write(ORIGIN, snapshot(size=1000), name) for name in names]
+    assert bobs is not None
+    assert Path(bobs).exists()
+    assert kept.exists()
+    assert where.files("main") == [kept]  # a client asks for its own files
+    left = [Path(file) for file in made if file is not None and Path(file).exists()]
+    assert left == [Path(file) for file in made if file is not None][-len(left) :]
+    assert 1 <= len(left) < 4  # a quarter of the room
+    assert kv_store.file_stem("ann", "1") != kv_store.file_stem("bob", "1") != kv_store.file_stem("an", "n1")
