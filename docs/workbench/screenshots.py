@@ -12,13 +12,14 @@ from pathlib import Path
 import httpx
 from selenium.webdriver.common.keys import Keys
 
+from modelyard.accounts.owner import OWNER_HEADER, OwnerProof
 from modelyard.library import default_model
 from tests.cli_process import serve
-from tests.workbench.browser import BrowserPage, chrome
+from tests.workbench.browser import BrowserPage, chrome, open_settings
 
 HERE = Path(__file__).parent
 MESSAGE = "textarea[aria-label=Message]"
-_TRAFFIC_S = 150.0
+_TRAFFIC_S = 60.0
 _CONFIG = '''
 [log]
 history_texts = true
@@ -124,37 +125,41 @@ def main() -> None:
         time.sleep(_TRAFFIC_S)
         driver.set_window_size(1360, 1040)
         try:
-            take_all(BrowserPage(driver, running.url))
+            page = BrowserPage(driver, running.url)
+            code = OwnerProof(running.owner[OWNER_HEADER]).new_code(time.time())
+            driver.get(f"{running.url}/workbench?code={code}")
+            take_all(page, running.owner)
         finally:
             stop.set()
             sender.join()
 
 
-def take_all(page: BrowserPage) -> None:
+def take_all(page: BrowserPage, owner: dict[str, str]) -> None:
+    """`owner` are the headers of the server's user."""
     models(page)
     for name in ("requests", "memory", "caches", "plots", "logs"):
         page.open(f"/{name}")
         time.sleep(12 if name == "caches" else 5)
         save(page, name)
-    optimizer(page)
+    optimizer(page, owner)
     chat(page)
-    request(page)
+    request(page, owner)
     routes(page)
     edit(page)
     save(page, "edit")
-    dark_and_phone(page, PAGES)
+    dark_and_phone(page, owner, PAGES)
     page.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
-    make_keys(page)
+    make_keys(page, owner)
     page.open("/keys")
     page.find("[data-key=team-a]")
     time.sleep(3)
     save(page, "keys")
-    dark_and_phone(page, ("keys",))
+    dark_and_phone(page, owner, ("keys",))
 
 
-def optimizer(page: BrowserPage) -> None:
+def optimizer(page: BrowserPage, owner: dict[str, str]) -> None:
     """The newest report of `modelyard optimize` on this machine. Without one the screenshot is not taken."""
-    if not httpx.get(f"{page.url}/v1/admin/tune").json()["data"]:
+    if not httpx.get(f"{page.url}/v1/admin/tune", headers=owner).json()["data"]:
         return
     page.open("/plots")
     page.find(".q-expansion-item .q-table")
@@ -164,12 +169,12 @@ def optimizer(page: BrowserPage) -> None:
 
 
 def models(page: BrowserPage) -> None:
-    page.open("")
+    page.open("/models")
     page.find("[data-model=demo]", "ready")
     time.sleep(2)
     save(page, "models")
     page.click("[data-model=large] button", "Load")
-    page.type(".q-dialog input[aria-label=n_threads]", "8")
+    page.type(".q-dialog input[aria-label='Threads for answers']", "8")
     time.sleep(2)
     save(page, "load")
 
@@ -181,6 +186,7 @@ def chat(page: BrowserPage) -> None:
     page.find(".turn.assistant", "tok/s")
     time.sleep(1)
     save(page, "chat")
+    open_settings(page)
     page.type("input[aria-label='Max tokens']", "64", Keys.TAB)
     page.type(".model input", "smollm2", Keys.ENTER)
     page.find(".model .q-chip", "smollm2")
@@ -190,9 +196,9 @@ def chat(page: BrowserPage) -> None:
     save(page, "sidebyside")
 
 
-def request(page: BrowserPage) -> None:
+def request(page: BrowserPage, owner: dict[str, str]) -> None:
     """A request to the real model that continued a cached conversation."""
-    ended = httpx.get(f"{page.url}/v1/admin/requests").json()["ended"]
+    ended = httpx.get(f"{page.url}/v1/admin/requests", headers=owner).json()["ended"]
     found = next(record for record in ended if record["model"] == "smollm2" and record["divergence"])
     page.open(f"/requests/{found['id']}")
     page.find(".timeline")
@@ -217,11 +223,11 @@ def edit(page: BrowserPage) -> None:
     time.sleep(1)
 
 
-def make_keys(page: BrowserPage) -> None:
+def make_keys(page: BrowserPage, owner: dict[str, str]) -> None:
     """Three keys, two of them with limits and some use."""
     admin = f"{page.url}/v1/admin/keys"
-    owner = httpx.post(admin, json={"name": "owner", "admin": True}).json()["secret"]
-    headers = {"authorization": f"Bearer {owner}"}
+    secret = httpx.post(admin, json={"name": "owner", "admin": True}, headers=owner).json()["secret"]
+    headers = {"authorization": f"Bearer {secret}"}
     team = {"name": "team-a", "models": ["demo", "smollm2"], "token_budget": 2000, "max_concurrent": 4}
     guest = {"name": "guest", "models": ["demo"], "requests_per_minute": 60, "expires": "2030-01-01"}
     for rules, requests in ((team, 9), (guest, 3)):
@@ -234,30 +240,29 @@ def make_keys(page: BrowserPage) -> None:
             httpx.post(
                 f"{page.url}/v1/chat/completions", json=body, headers={"authorization": f"Bearer {secret}"}, timeout=60
             )
-    page.run(f"sessionStorage['modelyard-key'] = '{owner}'")
 
 
 PAGES = ("models", "chat", "requests", "memory", "caches", "plots", "routes", "logs", "edit")
 
 
-def dark_and_phone(page: BrowserPage, names: Sequence[str]) -> None:
+def dark_and_phone(page: BrowserPage, owner: dict[str, str], names: Sequence[str]) -> None:
     """Each page in the dark theme, and on a phone."""
     page.run("localStorage.setItem('modelyard-dark', 'dark')")
-    take_each(page, "dark", names)
+    take_each(page, owner, "dark", names)
     page.run("localStorage.setItem('modelyard-dark', 'light')")
     page.driver.execute_cdp_cmd(
         "Emulation.setDeviceMetricsOverride", {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
     )
-    take_each(page, "phone", names)
+    take_each(page, owner, "phone", names)
 
 
-def take_each(page: BrowserPage, prefix: str, names: Sequence[str]) -> None:
-    stored = httpx.get(f"{page.url}/v1/admin/chats").json()["data"][0]["id"] if "chat" in names else ""
+def take_each(page: BrowserPage, owner: dict[str, str], prefix: str, names: Sequence[str]) -> None:
+    stored = httpx.get(f"{page.url}/v1/admin/chats", headers=owner).json()["data"][0]["id"] if "chat" in names else ""
     for name in names:
         if name == "edit":
             edit(page)
         else:
-            page.open({"models": "", "chat": f"/chat/{stored}"}.get(name, f"/{name}"))
+            page.open({"chat": f"/chat/{stored}"}.get(name, f"/{name}"))
         page.find("[role=heading]", name.capitalize())
         time.sleep(4)
         save(page, prefix + name)

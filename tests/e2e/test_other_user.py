@@ -111,10 +111,8 @@ def test_another_user_can_chat_and_load_and_unload_configured_models(server: Ser
         ("POST", f"/api/blobs/{BLOB}", {}),
         ("DELETE", "/api/delete", {"model": "demo"}),
         ("POST", "/v1/admin/keys", {"name": "evil", "admin": True}),
-        ("GET", "/v1/admin/keys", None),
         ("GET", "/v1/admin/logs", None),
         ("GET", "/v1/admin/models/demo/log", None),
-        ("GET", "/v1/admin/chats", None),
         ("POST", "/v1/admin/history", {"texts": True}),
     ],
 )
@@ -125,6 +123,24 @@ def test_another_user_changes_no_configuration_loads_no_file_and_creates_no_key(
     assert (status, "only the owner of this server may do this" in text) == (403, True), text
     assert (folder / "modelyard.toml").read_text() == CONFIG
     assert httpx.get(f"{server.url}/v1/admin/keys", headers=server.owner).json()["data"] == []
+
+
+def test_each_user_has_its_own_chats_and_sees_its_own_usage(server: ServerProcess) -> None:
+    chats = f"{server.url}/v1/admin/chats"
+    stored = httpx.put(f"{chats}/mine", json={"id": "mine", "title": "the owner's"})
+    assert stored.status_code == 200
+    requests = (
+        ("GET", "/v1/admin/chats/mine", None),
+        ("PUT", "/v1/admin/chats/theirs", {"id": "theirs", "title": "another"}),
+        ("GET", "/v1/admin/chats", None),
+        ("GET", "/v1/admin/usage?key=", None),
+        ("GET", "/v1/admin/keys", None),
+    )
+    _, replies = other_user(server, *requests)
+    assert [status for status, _ in replies] == [404, 200, 200, 200, 200], replies
+    assert [chat["id"] for chat in json.loads(replies[2][1])["data"]] == ["theirs"]
+    assert all(row["key"].startswith("uid:") for row in json.loads(replies[3][1])["data"])
+    assert [chat["id"] for chat in httpx.get(chats).json()["data"]] == ["mine"]
 
 
 def test_a_model_that_is_not_configured_and_a_path_cannot_be_loaded(server: ServerProcess) -> None:

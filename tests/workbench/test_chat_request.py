@@ -13,13 +13,16 @@ from modelyard.core.request import Audio, Document, Image, Part, Text, ToolCall,
 from modelyard.http.errors import load_protocol
 from modelyard.workbench.chat_request import (
     PROTOCOLS,
+    ProgressReader,
     attached_part,
     chat_request,
     curl_snippet,
     format_body,
+    progress_text,
     python_snippet,
     read_tools,
     refusal,
+    wire_protocol,
 )
 
 CHAT = load_protocol("openai_chat")
@@ -142,3 +145,41 @@ def test_files_reach_the_server_in_every_protocol(name: str) -> None:
             read_back(sound)
     else:
         assert read_back(sound)[0] == sound
+
+
+# --- progress, and tools that the server runs ------------------------------------------------------------------------
+
+
+def test_progress_is_found_in_comments_wherever_the_stream_is_cut() -> None:
+    data = b': x-modelyard-progress: {"state":"queued","waiting":2}\n\n: keep-alive\n\ndata: {"a": 1}\n\n'
+    for size in (1, 5, 1000):
+        reader = ProgressReader()
+        found = [one for at in range(0, len(data), size) for one in reader.feed(data[at : at + size])]
+        assert found == [{"state": "queued", "waiting": 2}]
+
+
+@pytest.mark.parametrize(
+    ("progress", "text", "share"),
+    [
+        ({"state": "queued", "waiting": 1}, "Waiting for a free slot", 0),
+        ({"state": "queued", "waiting": 3}, "Waiting for a free slot, with 2 other requests", 0),
+        ({"state": "loading", "phase": "weights", "progress": 0.5}, "Loading the model: weights · 50 %", 0.5),
+        ({"state": "reading", "done": 5, "total": 20}, "Reading the prompt: 5 of 20 tokens", 0.25),
+    ],
+)
+def test_what_a_message_waits_for_is_said_in_words(progress: dict[str, object], text: str, share: float) -> None:
+    assert progress_text(progress) == (text, share)
+
+
+def test_calls_that_the_server_ran_go_back_only_where_the_protocol_has_items_for_them() -> None:
+    made = Chat()
+    made.add(Turn(role="user", parts=(Text("add"),)))
+    ran = (ToolCall("1", "add", "{}", server="sums"), ToolResult("1", (Text("2"),)), Text("Two."))
+    made.add(Turn(parent=made.head, role="assistant", parts=ran, end="finished"))
+    made.settings.mcp = ["sums"]
+    named = chat_request(made, "m")
+    assert named.messages[1].parts == ran
+    assert named.tools[0].parameters == {"server_label": "sums", "require_approval": "never"}
+    assert wire_protocol(made.settings) == "openai_responses"
+    made.settings.mcp = []
+    assert chat_request(made, "m").messages[1].parts == (Text("Two."),)
