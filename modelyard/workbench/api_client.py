@@ -65,8 +65,10 @@ class ApiClient:
     # --- requests -----------------------------------------------------------------------------------------------------
 
     async def models(self) -> list[Json]:
-        """Those that the key may use; those that are loaded come first."""
-        rows: list[Json] = (await self._send("GET", "/v1/models"))["data"]
+        """Those that the key may use, without their other names; those that are loaded come first."""
+        found: list[Json] = (await self._send("GET", "/v1/models"))["data"]
+        names = {row["id"] for row in found}
+        rows = [row for row in found if row.get("root") in (None, row["id"]) or row["root"] not in names]
         return sorted(rows, key=lambda row: row.get("state") != "ready")
 
     async def default_sampling(self, model: str) -> Json:

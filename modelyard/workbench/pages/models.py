@@ -479,7 +479,7 @@ _WORDS = {  # what most loads are about, in people's words; the hint has the set
 def _field(name: str, schema: Json, configured: Any) -> Any:
     """`configured` is what an empty field means."""
     kind, label = schema.get("type"), _WORDS.get(name, name)
-    kept = "as configured" if configured is None else f"{configured} (configured)"
+    kept = "default" if configured is None else f"{configured} (configured)"
     if "enum" in schema or kind == "boolean":
         options = schema.get("enum", ["on", "off"])
         field: Any = ui.select({_UNSET: kept, **{one: str(one) for one in options}}, value=_UNSET, label=label)
