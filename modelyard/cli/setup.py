@@ -63,7 +63,7 @@ def setup(
     _print(f"llama.cpp works on this machine: {folder}")
     if media:
         _print(f"Images and audio work on this machine: {run_or_exit(engine.set_up_media)}")
-    if hint := engine.build_hint(folder):
+    if hint := engine.setup_hint(folder):
         _print(hint)
 
 

@@ -131,6 +131,8 @@ def gpu_lines(found: FoundGpus) -> Iterator[Line]:
             sizes = f"{format_size(gpu.memory)}, {format_size(gpu.free)} free"
             yield Line("NVIDIA", f"{gpu.name}, compute capability {capability}, {sizes}")
         yield Line("NVIDIA driver", f"{found.nvidia.version}, runs CUDA {version}")
+        if hint := gpu_library.many_users_hint(found):
+            yield Line("many users", hint, "note", "docs/gpu-performance.md")
     else:
         is_needed = "nvidia" in found.pci
         yield Line("NVIDIA", found.nvidia, "warning" if is_needed else "note")

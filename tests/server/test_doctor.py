@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 from typer.testing import CliRunner
 
 from modelyard.cli.app import app
@@ -58,8 +59,13 @@ def test_gpus_are_listed_with_what_decides_about_the_library() -> None:
     assert texts(gpu_lines(H200)) == [
         "ok NVIDIA: NVIDIA H200, compute capability 9.0, 140.0 GiB, 139.0 GiB free",
         "ok NVIDIA driver: 580.159.04, runs CUDA 13.0",
+        "note many users: for tens of answers at once vLLM (backend vllm, safetensors) writes about twice as fast as "
+        "llama.cpp; for a few people llama.cpp is as fast → docs/gpu-performance.md",
         f"note Vulkan: {LOADER}",
     ]
+    assert isinstance(H200.nvidia, NvidiaDriver)
+    small = structs.replace(H200.nvidia, gpus=(structs.replace(H200.nvidia.gpus[0], memory=8 * GIB),))
+    assert gpu_library.many_users_hint(structs.replace(H200, nvidia=small)) is None
     software = VulkanGpu(name="llvmpipe", vendor="other", kind="cpu", memory=2 * GIB, api=(1, 3))
     found = FoundGpus(nvidia="there is no NVIDIA driver", vulkan=(software,), pci=("amd",))
     lines = texts(gpu_lines(found))

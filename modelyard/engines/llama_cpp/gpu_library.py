@@ -24,7 +24,7 @@ from modelyard.libllama import VULKAN_MANIFEST
 from modelyard.library.cuda_package import CUDA_BUILDS, fetch_cuda, misfit
 from modelyard.library.llama_cpp_package import Variant, fetch, packages_for, this_platform, use_library
 from modelyard.library.progress import ProgressReporter
-from modelyard.telemetry.gpus import EGL_MANIFEST, FoundGpus, find_gpus
+from modelyard.telemetry.gpus import EGL_MANIFEST, FoundGpus, NvidiaDriver, find_gpus
 
 TITLES: dict[Variant, str] = {
     "cpu": "the library for CPUs",
@@ -112,6 +112,20 @@ def install(
     if listed:
         report(no_library(found))
     return None
+
+
+_VLLM_MEMORY, _VLLM_CAPABILITY = 16 << 30, (8, 0)  # from here on a model for many users fits, in bf16
+
+
+def many_users_hint(found: FoundGpus) -> str | None:
+    """Which engine serves many users on this machine's GPU, where it is not this one."""
+    gpus = found.nvidia.gpus if isinstance(found.nvidia, NvidiaDriver) else ()
+    if not any(gpu.memory >= _VLLM_MEMORY and gpu.compute_capability >= _VLLM_CAPABILITY for gpu in gpus):
+        return None
+    return (
+        "for tens of answers at once vLLM (backend vllm, safetensors) writes about twice as fast as llama.cpp; for a "
+        "few people llama.cpp is as fast"
+    )
 
 
 def no_library(found: FoundGpus, which: Callable[[str], str | None] = shutil.which) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from modelyard.core.errors import InvalidRequest, Unavailable
 from modelyard.engines.llama_cpp import gpu_library
-from modelyard.engines.llama_cpp.library import cpu_features
+from modelyard.engines.llama_cpp.library import cpu_features, has_gpu_backend
 from modelyard.engines.llama_cpp.selftest import BrokenLibrary, find_fault
 from modelyard.library import llama_cpp_build, llama_cpp_package, media_build
 from modelyard.library.llama_cpp_package import (
@@ -29,6 +29,7 @@ from modelyard.library.llama_cpp_package import (
 )
 from modelyard.library.progress import ProgressReporter
 from modelyard.plugins import MissingLibrary
+from modelyard.telemetry.gpus import find_gpus
 
 
 def ensure_library(progress: ProgressReporter | None = None) -> Path:
@@ -162,6 +163,11 @@ def build_gain(folder: Path) -> tuple[float, float] | None:
         return None
     found = next(((prefill, decode) for name, prefill, decode in BUILD_GAINS if name in cpu_features()), None)
     return found if found is not None and max(found) > _WORTH_IT else None
+
+
+def setup_hint(folder: Path) -> str | None:
+    """What else is worth knowing after the set-up: a build, or another engine for many users of a GPU."""
+    return build_hint(folder) or (gpu_library.many_users_hint(find_gpus()) if has_gpu_backend(folder) else None)
 
 
 def build_hint(folder: Path) -> str | None:
