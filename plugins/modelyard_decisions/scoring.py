@@ -35,9 +35,6 @@ from modelyard_decisions.wire import MARK, DecisionRequest, Question
 MAX_PLACES = 4
 _ALTERNATIVES = 64  # of the first token that one row reports
 _NEGLIGIBLE = 14.0  # nats below the best option: its share is less than a millionth
-# llama.cpp reads 64 rows of a sequence by tiles of attention on a CPU, and fewer one by one, which behind a long input
-# takes three times as long. So a short question gets rows behind its option, which change nothing before them.
-_TILE, _LONG = 64, 1024
 Part = TokenRun | Media
 
 
@@ -132,7 +129,6 @@ class Scoring:
         cache = engine.info.caches.get(target.cache)
         self._places = min(MAX_PLACES, cache.parallel if cache is not None else 1)
         self._cached: int | None = None
-        self._pads = _LONG <= before < target.window - 2 * _TILE
 
     async def run(self, asked: Sequence[Asked]) -> Scored:
         scores: dict[int, list[float]] = {}
@@ -167,9 +163,7 @@ class Scoring:
 
     async def _score(self, ids: list[int], option: list[int], alternatives: int = 0) -> list[IdLogprob]:
         """The option's tokens."""
-        rows = len(ids) + len(option)
-        padding = [option[-1]] * (_TILE - rows if self._pads and alternatives and rows < _TILE else 0)
-        generation = self._engine.generate(self._with(ids, [*option, *padding], alternatives))
+        generation = self._engine.generate(self._with(ids, option, alternatives))
         logprobs: list[IdLogprob] = []
         try:
             async for chunks in generation:
@@ -182,13 +176,13 @@ class Scoring:
                         if chunk.error is not None:
                             raise chunk.error
                         # Only the engine knows how many tokens images take.
-                        self._before = max(self._before, chunk.usage.prompt - rows - len(padding))
+                        self._before = max(self._before, chunk.usage.prompt - len(ids) - len(option))
         except asyncio.CancelledError:
             generation.cancel()
             async for _ in generation:  # the place is free when it ends
                 pass
             raise
-        logprobs = logprobs[-len(option) - len(padding) :][: len(option)]
+        logprobs = logprobs[-len(option) :]
         if len(logprobs) < len(option):
             raise Incomplete("the engine did not report the log probabilities of an option")
         return logprobs
