@@ -38,7 +38,6 @@ def test_inputs_are_texts_or_token_ids() -> None:
         ({"input": ["a", ""]}, "input[1]", "empty text"),
         ({"input": []}, "input", "empty list"),
         ({"input": None}, "input", "required"),
-        ({"model": None}, "model", "required"),
         ({"encoding_format": "int8"}, "encoding_format", "float or base64"),
         ({"dimensions": 0}, "dimensions", "at least 1"),
         ({"input": 5}, "input", "got `int`"),

@@ -31,7 +31,6 @@ def test_documents_are_texts_or_objects_with_a_text() -> None:
     ("fields", "param"),
     [
         ({"documents": ["a"], "query": ""}, "query"),
-        ({"documents": ["a"], "model": None}, "model"),
         ({}, "documents"),
         ({"documents": []}, "documents"),
         ({"texts": []}, "texts"),
