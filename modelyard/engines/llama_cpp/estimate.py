@@ -78,9 +78,10 @@ def draft_kinds(model: ModelShape) -> list[str]:
 # --- the sums ---------------------------------------------------------------------------------------------------------
 
 
-def with_heads(options: Options, model: ModelShape) -> Options:
-    """What `auto` means for a model that has its own heads, and for a file that drafts for it."""
-    if options.speculation == "auto" and options.draft_model_path is None and model.mtp_layers:
+def with_heads(options: Options, model: ModelShape, *, gpu: bool) -> Options:
+    """What `auto` means for a model that has its own heads, and for a file that drafts for it. On a GPU heads made
+    decoding slower wherever they were measured (docs/gpu-performance.md): there `mtp` has to be asked for."""
+    if options.speculation == "auto" and options.draft_model_path is None and model.mtp_layers and not gpu:
         return options.model_copy(update={"speculation": "mtp"})
     if not options.uses_draft_model or (draft := draft_shape(options, model)) is None:
         return options

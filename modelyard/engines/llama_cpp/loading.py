@@ -252,7 +252,7 @@ def prepare_spec(spec: EngineSpec, model: ModelShape | None, share: float = 1.0)
 
 def resolve_speculation(spec: EngineSpec, model: ModelShape | None) -> EngineSpec:
     """`auto` drafts with the model's own heads, if the file has them and the library can run them."""
-    if model is None or (options := with_heads(spec.options, model)) is spec.options:
+    if model is None or (options := with_heads(spec.options, model, gpu=uses_gpu(spec.options))) is spec.options:
         return spec
     if options.speculation == "mtp" and lib.lacks("mtp"):
         return spec

@@ -52,7 +52,8 @@ class FitChoice(Struct, frozen=True):
 
 def estimate(spec: EngineSpec, machine: AvailableMemory) -> MemoryEstimate:
     model = read_model_shape(locate_model_file(spec.options.path))
-    spec = structs.replace(spec, options=with_heads(spec.options, model))
+    gpu = bool(machine.gpus) and spec.options.n_gpu_layers != 0
+    spec = structs.replace(spec, options=with_heads(spec.options, model, gpu=gpu))
     draft = draft_shape(spec.options, model)
     memory = limit_memory(spec.options, visible_memory(machine))
     choice = FitChoice(spec.options, spec.caches)

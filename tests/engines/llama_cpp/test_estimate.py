@@ -165,7 +165,8 @@ def test_the_kv_of_every_architecture_is_known(monkeypatch: pytest.MonkeyPatch) 
     ]
     checked, wrong = 0, dict[tuple[str, int], float]()
     for name in (name for name in architectures.ARCHITECTURES if refusal(name) is None):
-        file = architectures.model(name)
+        if not (file := architectures.model(name)).is_file():  # this library does not know it
+            continue
         with simulated_model(file, monkeypatch) as simulated:
             for info, chosen in settings:
                 options = Options(path=str(file), **chosen)

@@ -16,7 +16,7 @@ from modelyard.core.engine import CacheInfo, Control, Tokens
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.request import Sampling
 from modelyard.engines import llama_cpp
-from modelyard.engines.llama_cpp import mtp, sequences
+from modelyard.engines.llama_cpp import loading, mtp, sequences
 from modelyard.engines.llama_cpp.binding import lib
 from modelyard.engines.llama_cpp.engine import LlamaCppEngine
 from modelyard.engines.llama_cpp.mtp import MtpDrafter, computed_order
@@ -401,6 +401,13 @@ async def test_auto_drafts_with_the_layers_of_the_file() -> None:
         assert engine._contexts[0].head is not None
         assert await answer(engine, TEXT, 30) == chain(TEXT[-1], 30)
         assert engine.stats().accepted_tokens > 15
+
+
+async def test_auto_leaves_the_layers_alone_where_a_gpu_takes_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "uses_gpu", lambda options: True)
+    async with opened(agreeing_model(), speculation="auto") as engine:
+        assert engine._contexts[0].head is None
+        assert await answer(engine, TEXT, 30) == chain(TEXT[-1], 30)
 
 
 # --- the order of hidden rows -----------------------------------------------------------------------------------------
