@@ -17,13 +17,13 @@ from modelyard.cli.app import app
 from tests.docs.pages import DOCS, sections
 from tests.live_server import LiveServer, live_server
 
-PACKAGE = DOCS.parent / "modelyard"
+PACKAGE, PLUGINS = DOCS.parent / "modelyard", DOCS.parent / "plugins"
 PAGES = ("README.md", "clients.md", "platforms.md", "troubleshooting.md")
 
 
 @cache
 def source() -> str:
-    return "\n".join(path.read_text() for path in PACKAGE.rglob("*.py"))
+    return "\n".join(path.read_text() for folder in (PACKAGE, PLUGINS) for path in folder.rglob("*.py"))
 
 
 def codes() -> list[tuple[int, str]]:

@@ -109,6 +109,7 @@ def _model_shape(metadata: Mapping[str, Any], files: tuple[tuple[int, list[Tenso
     facts = _Facts(metadata)
     tensors = {tensor.name: tensor.shape for _, found in files for tensor in found}
     attention = list(_attention_layers(facts, tensors))
+    widest = max((layer.value for layer in attention), default=0)
     full = [layer for layer in attention if not layer.slides]
     sliding = [layer for layer in attention if layer.slides]
     tokens = metadata.get("tokenizer.ggml.tokens", 0)
@@ -124,7 +125,7 @@ def _model_shape(metadata: Mapping[str, Any], files: tuple[tuple[int, list[Tenso
         sliding_key=sum(layer.key for layer in sliding),
         sliding_value=sum(layer.value for layer in sliding),
         sliding_window=_sliding_window(facts) if sliding else 0,
-        padded_value=len(full) * max((layer.value for layer in attention), default=0),
+        padded_value=sum(layer.value if layer.is_index else widest for layer in full),
         state=_state_numbers(facts) * sum(map(facts.is_recurrent, range(facts.layers))),
         activations=max(_activations(facts, tensors), _latent_activations(facts)),
         attention_activations=_latent_activations(facts),
@@ -215,6 +216,7 @@ class _AttentionLayer(Struct, frozen=True):
     key: int
     value: int
     slides: bool = False
+    is_index: bool = False  # in a cache of its own, whose values are not padded to the widest of the model
 
 
 # Sliding windows by architecture: the window if the file has none, every how many layers one keeps all tokens, and
@@ -294,11 +296,14 @@ def _attention_layers(facts: _Facts, tensors: Mapping[str, tuple[int, ...]]) -> 
             ]
         indexed = facts.number("attention.indexer.key_length") if f"blk.{layer}.indexer.attn_k.weight" in tensors else 0
         layers.append(_AttentionLayer(heads * sizes[0] + indexed, 0 if is_latent else heads * sizes[1], slides))
-        if isinstance(ratios, list) and (
-            ratio := int(ratios[layer])
-        ):  # a vector for so many tokens, besides the window
+        if f"blk.{layer}.indexer.k_proj.weight" in tensors:  # beside the KV, of one head
+            values = sizes[1] if facts.architecture == "minimax-m3" else 0
+            layers.append(_AttentionLayer(facts.number("attention.indexer.key_length"), values, is_index=True))
+        elif isinstance(ratios, list) and (ratio := int(ratios[layer])):  # a vector for so many tokens, too
             index = facts.number("attention.indexer.key_length") if ratio == _INDEXED_RATIO else 0
             layers.append(_AttentionLayer(-(-(heads * sizes[0] + index) // ratio), 0))
+    if facts.architecture == "graniteswitch":  # one head that finds the tokens that switch adapters
+        layers.append(_AttentionLayer(facts.head_size, facts.head_size))
     return layers
 
 

@@ -262,8 +262,9 @@ class Options(BaseModel):
     speculation: Literal["auto", "off", "ngram", "draft", "mtp"] = Field(
         default="auto",
         description="Speculative decoding with drafts from the job's own text (ngram), from a draft model (draft) or "
-        "from the MTP layers that the model's file has (mtp). auto takes the draft model or, on a CPU, the MTP layers if "
-        "there are such, else the text; auto and mtp draft only while that measures faster; answers are the same either way. "
+        "from the MTP layers that the model's file has (mtp). auto takes the draft model or, on a CPU, the MTP layers "
+        "if there are such, else the text; auto and mtp draft only while that measures faster; answers are the same "
+        "either way. "
         "Of recurrent and hybrid models those whose state llama.cpp can take back draft with ngram, draft and mtp, and "
         "keep a state per sequence for each token of a draft then.",
     )
