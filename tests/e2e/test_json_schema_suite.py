@@ -187,7 +187,7 @@ def test_no_completed_answer_violates_its_schema_in_any_protocol(server: LiveSer
     assert found["refused"] + found["named"] < 110
 
 
-@pytest.mark.compliance
+@pytest.mark.harness
 @pytest.mark.parametrize("protocol", PROTOCOLS, ids=lambda each: each.path)
 def test_no_completed_answer_of_ten_violates_its_schema(server: LiveServer, protocol: Asked) -> None:
     assert outcomes(server, 10, [protocol])["enforced"] > 1000

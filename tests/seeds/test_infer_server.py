@@ -244,7 +244,8 @@ def test_every_parameter_of_the_table_is_accepted(gateway: Gateway, parameter: s
 
 @pytest.mark.parametrize("parameter", ["model", "messages"])
 def test_a_required_parameter_that_is_missing_is_named(gateway: Gateway, parameter: str) -> None:
-    refused = post(gateway.url, {key: value for key, value in REQUEST.items() if key != parameter})
+    body = {key: value for key, value in REQUEST.items() if key != parameter}
+    refused = post(gateway.url, body, **{"x-modelyard-dialect": "infer_server"})
     assert refused.status_code == 400
     assert parameter in refused.json()["error"]["message"]
 

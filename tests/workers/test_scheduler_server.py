@@ -433,10 +433,10 @@ async def test_a_worker_outlives_a_long_silence_of_its_scheduler(tmp_path: Path)
         assert session._timer is not None
         session._timer.cancel()
         (client,) = (each for each in worker._peers.values() if each.name == deployment.worker_pool.name)
-        client.heartbeat._missed = 10_000
-        await until(lambda: client.heartbeat._missed > 10_003)
+        client.heartbeat.missed = 10_000
+        await until(lambda: client.heartbeat.missed > 10_003)
         session._tick()
-        await until(lambda: client.heartbeat._missed < 100)
+        await until(lambda: client.heartbeat.missed < 100)
         (await lease_from(pool)).release()
         assert not session.is_lost
 

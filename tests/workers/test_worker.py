@@ -360,7 +360,7 @@ async def test_a_silent_client_without_requests_stays(closing: Closing) -> None:
         silent.send(Hello(VERSION, "scheduler-x"))
         await until(lambda: bool(worker._peers))
         (client,) = worker._peers.values()
-        await until(lambda: client.heartbeat._missed > 3 * STRICT.client_misses)
+        await until(lambda: client.heartbeat.missed > 3 * STRICT.client_misses)
         silent.send(Heartbeat(7))
         await until(lambda: any(isinstance(each, Heartbeat) and each.number == 7 for each in silent.received))
         await silent.close()

@@ -65,7 +65,7 @@ def read_prompt_logprobs(body: ServerFields, stream: bool) -> int | None:
 
 
 def require_model(model: str | None) -> str:
-    """Ollama's clients and the pool's always name it."""
+    """Clients of Ollama, Infer Server and the pool always name it."""
     if not model:
         raise InvalidRequest(
             "model is required: send one of the names that GET /v1/models lists",

@@ -66,6 +66,7 @@ from modelyard.protocols.common.openai_fields import (
     read_session,
     read_stop,
     read_timings,
+    require_model,
 )
 
 # --- the body -------------------------------------------------------------------------------------------------------
@@ -244,8 +245,8 @@ _decoder = msgspec.json.Decoder(ChatCompletionBody)
 
 def read_request(body: bytes, headers: Mapping[str, str]) -> Request:
     parsed = decode(_decoder, body)
-    model = parsed.model or DEFAULT_MODEL
     dialect = _read_dialect(headers)
+    model = require_model(parsed.model) if dialect == INFER_SERVER else parsed.model or DEFAULT_MODEL
     stream = parsed.stream is True or (parsed.stream is None and dialect == INFER_SERVER)
     if not parsed.messages:
         raise InvalidRequest("messages: at least one message is required", param="messages")
