@@ -107,7 +107,7 @@ async def test_job_cancelled_at_once_ends(subject: Subject, opened: Open) -> Non
     generation.cancel()
     chunks = await read(generation)
     assert end(chunks).reason == "cancelled"
-    assert ids(chunks) == []
+    assert len(ids(chunks)) <= 1  # the engine's thread may have begun a step
 
 
 @pytest.mark.parametrize("subject", REPORTING_PROGRESS, indirect=True)
